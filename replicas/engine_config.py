@@ -1,0 +1,63 @@
+"""Settings of one engine as the user gives them. Free of torch; "auto" and None are resolved once, at load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How many devices one replica spreads over. Only tensor parallelism has an implementation to come first."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine's settings. Defaults suit a laptop's CPU and a single GPU alike."""
+
+    model: str | None = None
+    """Hugging Face id or folder; None is the default model, SmolLM2-135M-Instruct."""
+    dtype: DType = "auto"
+    """auto: the checkpoint's dtype where the device computes in it, else float32."""
+    device: Device = "auto"
+    max_model_len: int | None = None
+    """Most tokens of prompt plus output; None takes the model's own limit."""
+    max_num_seqs: int = 64
+    """Most requests in one step."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step; None measures the device and keeps a full step under `max_step_s`."""
+    max_step_s: float = 0.25
+    block_size: int = 16
+    kv_cache_bytes: int | None = None
+    """Bytes of KV on a CPU; None takes a share of the memory that is free at start. On CUDA it overrides
+    `gpu_memory_utilization`."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory that weights, activations and KV may use together (CUDA)."""
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    """auto, or the name of one backend in replicas/attention."""
+    num_threads: int | None = None
+    """Torch threads; None takes the cores this process may use."""
+    trust_remote_code: bool = False
+    weights_version: str = ""
+    parallel: ParallelConfig = ParallelConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_bytes", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.max_step_s <= 0:
+            raise ValueError(f"max_step_s must be above 0, got {self.max_step_s}")
+        if self.parallel != ParallelConfig():
+            raise ValueError("parallel sizes above 1 are not supported by this version; leave tensor_parallel_size at 1")

@@ -1,0 +1,104 @@
+"""What the gateway asks of a replica, and what comes back. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from replicas.sampling_params import SamplingParams
+
+
+class RequestKey(NamedTuple):
+    """Names one generation inside an engine: request ids are the client's, choices its `n` siblings."""
+
+    request_id: str
+    choice: int
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. STOP and LENGTH are answers; the others are not."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One generation, complete in itself: any replica can start it, or continue it from `output_ids`.
+
+    Limits, penalties, sampler position and grammar state derive from these fields alone, so that a resend after a
+    death (`output_ids` filled, `attempt` raised) goes on exactly where the stream stopped.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """Drawn by whoever makes the request when the client gave none; choices share it and differ by `choice`."""
+    output_ids: tuple[int, ...] = ()
+    """Tokens already emitted by an earlier attempt; they count against `max_tokens`."""
+    choice: int = 0
+    attempt: int = 0
+    priority: int = 0
+    """Smaller is more urgent."""
+    tenant: str = "default"
+    deadline_s: float | None = None
+    """Unix time by which the first token is due (the SLO), if any."""
+    cache_salt: str = ""
+    adapter_id: str | None = None
+    arrival_s: float = 0.0
+    """Unix time at which the gateway accepted the request."""
+
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(self.request_id, self.choice)
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of one generated token under the model, with the most probable alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestProgress:
+    """New tokens of one request; the last one of each request, and only it, has a `finish_reason`.
+
+    A stop token (EOS or one of `stop_token_ids`) is the last of `token_ids`; text leaves it out.
+    """
+
+    key: RequestKey
+    attempt: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per token when asked for, else empty."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop token that ended it, when `finish_reason` is STOP."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+    error: str | None = None
+    """The reason, when `finish_reason` is FAILED."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What one engine step produced. `progress` holds each request at most once."""
+
+    progress: tuple[RequestProgress, ...] = ()
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_preemptions: int = 0
+    step_s: float = 0.0
+
+
+class RequestRejected(ValueError):
+    """The request can never be served by this engine (too long, token id outside the vocabulary, duplicate id).
+
+    Not raised for a full queue or a full cache: those wait.
+    """

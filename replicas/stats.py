@@ -1,0 +1,61 @@
+"""Immutable snapshots that a replica pushes to the router and to metrics. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.events import KVEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """Load and counters of one engine, as of the end of a step. Counters only grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_uncomputed_tokens: int = 0
+    """Prompt tokens of waiting and running requests that no step has computed yet."""
+    num_context_tokens: int = 0
+    """Tokens in KV of the running requests."""
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    """Not held by any request; may still hold cached prefixes."""
+    num_cached_blocks: int = 0
+    """Findable by prefix, held or free."""
+    prefill_tokens_per_s: float | None = None
+    """Measured (EWMA over steps); None before the first prefill."""
+    decode_step_s: float | None = None
+    """Measured seconds of a decode-only step (EWMA); None before the first."""
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_cancelled: int = 0
+    num_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """One push to the router. Events `first_event .. first_event + len(events) - 1` follow the last report's."""
+
+    replica_id: str
+    model: str
+    epoch: int
+    """Changes when the replica restarts or drops its cache: everything known of the older epoch is void."""
+    stats: ReplicaStats
+    block_size: int
+    max_num_seqs: int
+    first_event: int
+    events: tuple[KVEvent, ...] = ()
+    is_full_state: bool = False
+    """True when `events` lists every cached block (the answer to a resync) rather than changes."""
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportReply:
+    """The router's answer; with `resync` the next report must carry the full state."""
+
+    resync: bool = False

@@ -1,0 +1,91 @@
+"""What a routing decision is made of, and what it says. Frozen data only: no clock, no I/O, no torch, no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.hashing import BlockKey
+from replicas.stats import ReplicaStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRequest:
+    """What the router knows of a request: its size, its prefix and its rights, never its text."""
+
+    request_id: str
+    model: str
+    num_prompt_tokens: int
+    max_tokens: int
+    """Output tokens it may take, all choices together."""
+    block_keys: tuple[BlockKey, ...] = ()
+    """Keys of the prompt's full blocks, as `kvcache.hashing.block_keys` gives them."""
+    num_choices: int = 1
+    priority: int = 0
+    """Smaller is more urgent."""
+    tenant: str = "default"
+    deadline_s: float | None = None
+    """Unix time by which the first token is due."""
+    arrival_s: float = 0.0
+    attempt: int = 0
+    excluded_replicas: frozenset[str] = frozenset()
+    """Replicas that already failed this request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSnapshot:
+    """One candidate as the policy sees it: its last report plus everything booked on it since."""
+
+    replica_id: str
+    stats: ReplicaStats
+    max_num_seqs: int
+    block_size: int
+    num_cached_blocks: int = 0
+    """Leading blocks of this request's prompt that the replica reported as cached."""
+    num_pending_blocks: int = 0
+    """Leading blocks that bookings will have cached soon (at least `num_cached_blocks`): affinity, not yet a saving."""
+    num_booked_requests: int = 0
+    """Requests sent since the last report, or not yet seen in one."""
+    num_booked_prefill_tokens: int = 0
+    num_booked_context_tokens: int = 0
+    report_age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSnapshot:
+    """Every replica that could take the request, in ascending order of id."""
+
+    now_s: float
+    replicas: tuple[ReplicaSnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateScore:
+    """One candidate's cost and the named terms (seconds) it is the sum of; the lowest cost is chosen."""
+
+    replica_id: str
+    cost: float
+    terms: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Where one request goes, and why."""
+
+    request_id: str
+    replica_id: str
+    prefill_replica_id: str | None = None
+    """Set when a prefill pool computes the prompt first."""
+    predicted_ttft_s: float | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that were known to be cached on the replica."""
+    candidates: tuple[CandidateScore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """The request is not admitted; HTTP 429 (or 503 when no replica exists) with `Retry-After`."""
+
+    request_id: str
+    reason: str
+    retry_after_s: float
+    is_unavailable: bool = False
