@@ -1,0 +1,111 @@
+"""Settings of the router. Frozen; checked once; the HTTP and YAML edges convert to this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+PolicyName = Literal["scoring", "least_loaded", "round_robin", "power_of_two", "longest_prefix", "consistent_hash"]
+AdmissionOrder = Literal["fcfs", "priority", "fair", "slo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """One router's settings, the same for every model it serves."""
+
+    policy: PolicyName = "scoring"
+    """How a replica is chosen; see router/README.md."""
+    orders: tuple[AdmissionOrder, ...] = ("priority", "fair", "slo")
+    """What decides who is next, outermost first; what they leave open goes first come, first served.
+    `("fcfs",)` alone is plain arrival order."""
+    dispatch_ahead: int | None = 2
+    """A replica gets a request only while fewer than this many wait inside it, so that the order decided here is the
+    order kept. None sends everything on at once, as a plain load balancer does."""
+    lookahead: int = 16
+    """How many waiting requests one step may look past when the replicas that they want are full."""
+    max_queue_requests: int = 4_096
+    """Most requests waiting here for one model; beyond it the lowest class is rejected first."""
+    max_queue_requests_per_tenant: int | None = None
+    """Most waiting requests of one tenant for one model; None sets no limit of its own."""
+    max_wait_s: float | None = None
+    """Reject at once whoever is predicted to wait longer than this in the queue; None never does."""
+    max_wait_s_by_priority: Mapping[int, float] = field(default_factory=dict)
+    """The same for single priorities; where one is missing `max_wait_s` holds."""
+    aging_s: float = 10.0
+    """After waiting this long per level of difference, a request may pass one of a better priority."""
+    aging_share: int = 8
+    """At most one dispatch in this many goes to a request that passed by age (or that is already late), so that a
+    flood of old requests of low priority costs a fresh urgent one no more than one dispatch."""
+    fair_input_weight: float = 1.0
+    """Service of one computed prompt token (w_p of the virtual token counter, arXiv 2401.00588)."""
+    fair_output_weight: float = 2.0
+    """Service of one generated token (w_q)."""
+    fair_cached_weight: float = 0.0
+    """Service of one prompt token found in a cache: locality is nearly free (arXiv 2501.14312)."""
+    locality_quantum_tokens: float = 0.0
+    """Tenants whose counters lie within this much of the smallest may be served out of turn, longest cached prefix
+    first (the deficit of arXiv 2501.14312). It adds as much to the fairness bound. 0 keeps the strict order."""
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    """Share of a tenant relative to others; 1 where missing."""
+    default_ttft_slo_s: float = 10.0
+    """Deadline after arrival assumed for requests that carry none; orders them among those that do."""
+    booking_expiry_s: float = 10.0
+    """A dispatched request that no report has shown after this long is taken for lost."""
+    lease_s: float = 3_600.0
+    """A request that nobody released after this long is forgotten (its caller died without a word)."""
+    report_timeout_s: float = 30.0
+    """A replica silent for longer gets work only when no other can take it."""
+    no_replica_timeout_s: float = 10.0
+    """How long a request waits for a first replica to exist before it is rejected as unavailable."""
+    prior_prefill_tokens_per_s: float = 4_000.0
+    """Prefill rate assumed before any replica of the model has measured one."""
+    prior_decode_step_s: float = 0.03
+    """Decode step assumed before any replica of the model has measured one."""
+    expected_output_tokens: int = 256
+    """Output length assumed before requests of the model have ended (bounded by each one's `max_tokens`)."""
+    max_candidates: int = 16
+    """How many replicas the scoring policy examines in full, after a first estimate over all of them."""
+    num_explained: int = 1_024
+    """How many of the last decisions are kept for `explain`."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.policy in get_args(PolicyName), "policy", f"one of {', '.join(get_args(PolicyName))}", self.policy)
+        known = get_args(AdmissionOrder)
+        _require(all(order in known for order in self.orders), "orders", f"taken from {', '.join(known)}", self.orders)
+        _require(len(set(self.orders)) == len(self.orders), "orders", "without repeats", self.orders)
+        ranks = [("priority", "fair", "slo", "fcfs").index(order) for order in self.orders]
+        _require(ranks == sorted(ranks), "orders", "in the order priority, fair, slo, fcfs", self.orders)
+        for name in ("lookahead", "max_queue_requests", "aging_share", "expected_output_tokens", "max_candidates", "num_explained"):
+            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        for name in ("dispatch_ahead", "max_queue_requests_per_tenant"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, "at least 1, or null", value)
+        for name in (
+            "aging_s",
+            "default_ttft_slo_s",
+            "booking_expiry_s",
+            "lease_s",
+            "report_timeout_s",
+            "no_replica_timeout_s",
+            "prior_prefill_tokens_per_s",
+            "prior_decode_step_s",
+        ):
+            _require(getattr(self, name) > 0, name, "above 0", getattr(self, name))
+        for name in ("fair_input_weight", "fair_output_weight", "fair_cached_weight", "locality_quantum_tokens"):
+            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        _require(self.max_wait_s is None or self.max_wait_s > 0, "max_wait_s", "above 0, or null", self.max_wait_s)
+        waits = self.max_wait_s_by_priority
+        _require(all(wait > 0 for wait in waits.values()), "max_wait_s_by_priority", "above 0", dict(waits))
+        weights = self.tenant_weights
+        _require(all(weight > 0 for weight in weights.values()), "tenant_weights", "above 0", dict(weights))
+
+    def wait_limit_s(self, priority: int) -> float | None:
+        """Longest predicted wait at which a request of `priority` is still admitted."""
+        return self.max_wait_s_by_priority.get(priority, self.max_wait_s)
+
+
+def _require(holds: bool, name: str, allowed: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
