@@ -1,0 +1,66 @@
+"""A request inside the engine."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kvcache.prefix_cache import BlockKeyChain
+from replicas.request import GenerationRequest
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class RequestState:
+    """Owns the tokens and the block table of one accepted request; changed by the Scheduler alone.
+
+    Always: `num_computed_tokens <= len(token_ids)`; KV for the first `num_computed_tokens` tokens is in `block_ids`, and
+    a waiting request holds no block. There are no phases: a request is done catching up when only its newest token is
+    not computed yet.
+    """
+
+    __slots__ = (
+        "arrival_number", "block_ids", "chain", "max_num_tokens", "num_cached_tokens", "num_computed_tokens",
+        "num_preemptions", "request", "status", "stop_token_ids", "token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        *,
+        arrival_number: int,
+        chain: BlockKeyChain,
+        stop_token_ids: frozenset[int],
+        max_num_tokens: int,
+    ) -> None:
+        self.request = request
+        self.arrival_number = arrival_number
+        self.chain = chain
+        self.stop_token_ids = stop_token_ids
+        self.max_num_tokens = max_num_tokens  # prompt + output at which it ends by length
+        self.token_ids = [*request.prompt_ids, *request.output_ids]
+        self.num_computed_tokens = 0
+        self.block_ids: list[int] = []
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.status = RequestStatus.WAITING
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_uncomputed_tokens == 1 and self.num_computed_tokens > 0
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Smaller goes first. A total order that never changes, so that no two requests preempt each other in turns."""
+        return (self.request.priority, self.arrival_number)

@@ -1,0 +1,351 @@
+"""Decides which tokens each step computes. No phases, no torch.
+
+Iteration-level scheduling after Orca (OSDI'22), paged blocks after PagedAttention (SOSP'23), chunked prefill after
+Sarathi-Serve (OSDI'24): every request only has tokens that are not computed yet, and a step hands out one budget.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvcache.block_pool import BlockPool
+from kvcache.prefix_cache import PrefixCache
+from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected
+from replicas.request_state import RequestState, RequestStatus
+from replicas.step_plan import ScheduledChunk, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    """Most requests that run at once."""
+    max_num_batched_tokens: int
+    """Token budget of a step, at least `max_num_seqs` so that every running request can decode."""
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    enable_prefix_caching: bool = True
+    weights_version: str = ""
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs})"
+            )
+
+
+class Scheduler:
+    """Owns waiting and running requests and their block tables.
+
+    Always: running requests hold blocks for all their known tokens up to the budgeted one, waiting ones hold none; each
+    accepted request is reported with a finish reason exactly once. Between equals, the earlier request keeps its blocks;
+    a waiting request takes a running one's place only when its priority is strictly more urgent.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        if config.max_model_len > pool.num_blocks * pool.block_size:
+            raise ValueError(
+                f"max_model_len ({config.max_model_len}) needs more than the {pool.num_blocks * pool.block_size} tokens of KV cache"
+            )
+        self.config = config
+        self.pool = pool
+        self._prefix_cache = PrefixCache(pool, enabled=config.enable_prefix_caching, weights_version=config.weights_version)
+        self._states: dict[RequestKey, RequestState] = {}
+        self._waiting: list[RequestState] = []  # by urgency
+        self._running: list[RequestState] = []  # by urgency
+        self._ended: list[RequestProgress] = []  # endings not reported yet
+        self._num_arrivals = 0
+        self._watermark_blocks = pool.num_blocks // 100
+
+    @property
+    def running(self) -> Sequence[RequestState]:
+        return self._running
+
+    @property
+    def waiting(self) -> Sequence[RequestState]:
+        return self._waiting
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._states or self._ended)
+
+    def add(self, request: GenerationRequest) -> RequestState:
+        """Accepts a request. Raises RequestRejected when it can never run here; a full cache is no reason."""
+        num_prompt = len(request.prompt_ids)
+        if num_prompt == 0:
+            raise RequestRejected("the prompt is empty")
+        if num_prompt >= self.config.max_model_len:
+            raise RequestRejected(
+                f"the prompt has {num_prompt} tokens; with at least one to generate, max_model_len {self.config.max_model_len} is exceeded"
+            )
+        if request.key in self._states:
+            raise RequestRejected(f"request {request.request_id!r} choice {request.choice} is already running")
+        params = request.params
+        max_num_tokens = self.config.max_model_len
+        if params.max_tokens is not None:
+            max_num_tokens = min(max_num_tokens, num_prompt + params.max_tokens)
+        if num_prompt + len(request.output_ids) >= max_num_tokens:
+            raise RequestRejected(f"output_ids already holds {len(request.output_ids)} tokens: nothing is left to generate")
+        stops = frozenset(params.stop_token_ids)
+        state = RequestState(
+            request,
+            arrival_number=self._num_arrivals,
+            chain=self._prefix_cache.chain(request.cache_salt, request.adapter_id),
+            stop_token_ids=stops if params.ignore_eos else stops | self.config.eos_token_ids,
+            max_num_tokens=max_num_tokens,
+        )
+        self._num_arrivals += 1
+        self._states[request.key] = state
+        insort(self._waiting, state, key=_urgency)
+        return state
+
+    def cancel(self, key: RequestKey) -> bool:
+        """Ends a request between two steps, its blocks free at once; False when it already ended."""
+        state = self._states.get(key)
+        if state is None:
+            return False
+        self._end(state)
+        self._ended.append(self._progress(state, finish_reason=FinishReason.CANCELLED))
+        return True
+
+    def schedule(self) -> StepPlan:
+        """Plans one step. Running requests that decode go first, then running prefills, then waiting requests."""
+        num_preemptions = self._make_room_for_urgent()
+        budget = self.config.max_num_batched_tokens
+        chunks: list[ScheduledChunk] = []
+        published: list[int] = []
+        # A victim is always less urgent than the request that needs its blocks, and so not in this plan yet.
+        for state in [s for s in self._running if s.is_decoding]:
+            if state.status is RequestStatus.RUNNING and budget > 0:
+                num_preemptions += self._grow(state)
+                if state.status is RequestStatus.RUNNING:
+                    budget -= self._schedule_chunk(state, budget, chunks, published)
+        for state in [s for s in self._running if not s.is_decoding]:
+            if budget > 0:
+                budget -= self._schedule_chunk(state, budget, chunks, published)
+        while budget > 0 and self._waiting and num_preemptions == 0:
+            head = self._waiting[0]
+            if not self._try_admit(head):
+                break
+            budget -= self._schedule_chunk(head, budget, chunks, published)
+        return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions)
+
+    def update(
+        self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None
+    ) -> list[RequestProgress]:
+        """Takes the result of a step: `token_ids[i]` are the new tokens of the i-th chunk that samples.
+
+        `errors` maps such an index to the reason why its request fails. Returns the progress of every request that got
+        tokens or ended, cancelled ones included.
+        """
+        progress, self._ended = self._ended, []
+        samples = iter(enumerate(token_ids))
+        for chunk in plan.chunks:
+            state = chunk.state
+            state.num_computed_tokens += chunk.num_tokens
+            if not chunk.samples:
+                continue
+            index, new_ids = next(samples)
+            if errors and index in errors:
+                self.pool.forget(state.block_ids)  # its KV may be what is broken
+                self._end(state)
+                progress.append(self._progress(state, finish_reason=FinishReason.FAILED, error=errors[index]))
+            else:
+                progress.append(self._append(state, new_ids))
+        return progress
+
+    def fail_step(self, plan: StepPlan, error: str) -> list[RequestProgress]:
+        """The step of `plan` did not happen: its requests fail, and the blocks that it promised are forgotten."""
+        progress, self._ended = self._ended, []
+        self.pool.forget(plan.published)
+        for chunk in plan.chunks:
+            self._end(chunk.state)
+            progress.append(self._progress(chunk.state, finish_reason=FinishReason.FAILED, error=error))
+        return progress
+
+    def take_ended(self) -> list[RequestProgress]:
+        """Endings since the last step, for when there is nothing to run."""
+        progress, self._ended = self._ended, []
+        return progress
+
+    def check(self) -> None:
+        """Raises AssertionError when an invariant does not hold."""
+        self.pool.check()
+        self.pool.check_holders(state.block_ids for state in self._states.values())
+        size = self.pool.block_size
+        for state in self._running:
+            assert state.status is RequestStatus.RUNNING
+            assert len(state.block_ids) * size >= state.num_computed_tokens, "a running request lacks blocks"
+            assert len(state.block_ids) * size - len(state.token_ids) < size, "more than one block's slots are unused"
+        for state in self._waiting:
+            assert state.status is RequestStatus.WAITING and not state.block_ids, "a waiting request holds blocks"
+        assert len(self._running) + len(self._waiting) == len(self._states), "a request is lost"
+        assert self._running == sorted(self._running, key=_urgency) and self._waiting == sorted(self._waiting, key=_urgency)
+
+    def _make_room_for_urgent(self) -> int:
+        """Preempts for a waiting request of strictly more urgent priority, when that lets it in. Returns how many."""
+        num_preemptions = 0
+        while self._waiting and self._running:
+            head = self._waiting[0]
+            if head.request.priority >= self._running[-1].request.priority or self._try_admit(head):
+                break
+            if not self._could_admit_by_preempting(head):
+                break
+            while not self._try_admit(head):
+                self._preempt(self._running[-1])
+                num_preemptions += 1
+        return num_preemptions
+
+    def _could_admit_by_preempting(self, head: RequestState) -> bool:
+        victims = [s for s in self._running if s.request.priority > head.request.priority]
+        if len(victims) == len(self._running):
+            return True
+        held = Counter(block_id for state in victims for block_id in state.block_ids)
+        num_theirs = sum(self.pool.ref_count(block_id) == count for block_id, count in held.items())
+        return self.pool.num_free + num_theirs >= self._num_blocks_for(len(head.token_ids)) + self._watermark_blocks
+
+    def _try_admit(self, state: RequestState) -> bool:
+        """Moves the most urgent waiting request to running with blocks for all its tokens, cached ones shared."""
+        if len(self._running) >= self.config.max_num_seqs:
+            return False
+        cached = self._prefix_cache.match(state.chain, state.token_ids)
+        num_new = self._num_blocks_for(len(state.token_ids)) - len(cached)
+        for block_id in cached:
+            self.pool.retain(block_id)
+        headroom = self._watermark_blocks if self._running else 0
+        new = self.pool.try_allocate(num_new) if self.pool.num_free >= num_new + headroom else None
+        if new is None:
+            self.pool.release(cached, state.request.priority)
+            return False
+        state.block_ids = cached + new
+        state.num_computed_tokens = len(cached) * self.pool.block_size
+        self._count_cached(state, 0)
+        del self._waiting[self._index(self._waiting, state)]
+        insort(self._running, state, key=_urgency)
+        state.status = RequestStatus.RUNNING
+        return True
+
+    def _grow(self, state: RequestState) -> int:
+        """Gives a decoding request the block for its newest token, preempting from the least urgent end.
+
+        It preempts itself when nobody less urgent is left. Returns how many were preempted.
+        """
+        num_preemptions = 0
+        while len(state.block_ids) < self._num_blocks_for(len(state.token_ids)):
+            new = self.pool.try_allocate(1)
+            if new is not None:
+                state.block_ids += new
+                continue
+            victim = self._running[-1]
+            self._preempt(victim)
+            num_preemptions += 1
+            if victim is state:
+                break
+        return num_preemptions
+
+    def _schedule_chunk(self, state: RequestState, budget: int, chunks: list[ScheduledChunk], published: list[int]) -> int:
+        """Plans up to `budget` tokens of a running request, and publishes the blocks that they fill. Returns how many.
+
+        Within a layer all keys and values are written before any attention reads them, so a request later in the same
+        plan may already share these blocks.
+        """
+        is_prefill = not state.is_decoding
+        if is_prefill:
+            self._adopt_cached(state)
+        start = state.num_computed_tokens
+        num_tokens = min(state.num_uncomputed_tokens, budget)
+        end = start + num_tokens
+        size = self.pool.block_size
+        published += self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, start // size, end // size)
+        samples = end == len(state.token_ids)
+        chunks.append(ScheduledChunk(state=state, start=start, num_tokens=num_tokens, samples=samples, is_prefill=is_prefill))
+        return num_tokens
+
+    def _adopt_cached(self, state: RequestState) -> None:
+        """Replaces blocks still to be computed by ones that a sibling has computed, or computes in this step, meanwhile."""
+        size = self.pool.block_size
+        before = state.num_computed_tokens
+        while state.num_computed_tokens % size == 0 and state.num_uncomputed_tokens > size:
+            index = state.num_computed_tokens // size
+            found = self._prefix_cache.find(state.chain, state.token_ids, index)
+            if found is None:
+                break
+            self.pool.retain(found)
+            self.pool.release([state.block_ids[index]])
+            state.block_ids[index] = found
+            state.num_computed_tokens += size
+        self._count_cached(state, before)
+
+    def _count_cached(self, state: RequestState, before: int) -> None:
+        if state.num_preemptions == 0:
+            num_prompt = len(state.request.prompt_ids)
+            state.num_cached_tokens += min(state.num_computed_tokens, num_prompt) - min(before, num_prompt)
+
+    def _append(self, state: RequestState, new_ids: Sequence[int]) -> RequestProgress:
+        taken: list[int] = []
+        reason: FinishReason | None = None
+        stop_token_id: int | None = None
+        for token_id in new_ids:
+            taken.append(token_id)
+            state.token_ids.append(token_id)
+            if token_id in state.stop_token_ids and state.num_output_tokens > state.request.params.min_tokens:
+                reason, stop_token_id = FinishReason.STOP, token_id
+                break
+            if len(state.token_ids) >= state.max_num_tokens:
+                reason = FinishReason.LENGTH
+                break
+        if reason is not None:
+            self._end(state)
+        return self._progress(state, token_ids=tuple(taken), finish_reason=reason, stop_token_id=stop_token_id)
+
+    def _preempt(self, state: RequestState) -> None:
+        """Takes all blocks of a running request; it is computed again later, from whatever stays cached."""
+        self._release_blocks(state)
+        del self._running[self._index(self._running, state)]
+        state.num_computed_tokens = 0
+        state.num_preemptions += 1
+        state.status = RequestStatus.WAITING
+        insort(self._waiting, state, key=_urgency)
+
+    def _end(self, state: RequestState) -> None:
+        queue = self._running if state.status is RequestStatus.RUNNING else self._waiting
+        del queue[self._index(queue, state)]
+        del self._states[state.request.key]
+        self._release_blocks(state)
+        state.status = RequestStatus.ENDED
+
+    def _release_blocks(self, state: RequestState) -> None:
+        self.pool.release(state.block_ids, state.request.priority)
+        state.block_ids = []
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    @staticmethod
+    def _index(queue: list[RequestState], state: RequestState) -> int:
+        return bisect_left(queue, state.urgency, key=_urgency)
+
+    @staticmethod
+    def _progress(
+        state: RequestState,
+        *,
+        token_ids: tuple[int, ...] = (),
+        finish_reason: FinishReason | None = None,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> RequestProgress:
+        return RequestProgress(
+            key=state.request.key,
+            attempt=state.request.attempt,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=state.num_cached_tokens,
+            error=error,
+        )
+
+
+def _urgency(state: RequestState) -> tuple[int, int]:
+    return state.urgency
