@@ -37,7 +37,7 @@ def num_context_tokens(replica: ReplicaSnapshot) -> int:
 
 
 def decision_for(
-    request: RoutingRequest, chosen: ReplicaSnapshot, snapshot: ClusterSnapshot, load: "Load", *, num_shown: int = 8
+    request: RoutingRequest, chosen: ReplicaSnapshot, snapshot: ClusterSnapshot, load: Load, *, num_shown: int = 8
 ) -> Decision:
     """A classic's decision: its own measure of load as the one term of the first `num_shown` candidates and the chosen."""
     shown = snapshot.replicas[:num_shown]
