@@ -1,0 +1,347 @@
+"""The sampler against exact distributions, transformers' own processors and hand calculation."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from replicas.sampler import Sampler, edit_logits, filtered_probs, inverse_cdf
+from replicas.sampling_params import SamplingParams
+from replicas.sampling_state import SamplingState
+
+
+def state(seed=0, choice=0, prompt=(), output=(), eos=(), mask=None, **settings_):
+    return SamplingState(SamplingParams(**settings_), seed, choice, prompt, output, frozenset(eos), mask)
+
+
+def random_logits(rows, vocab, seed=0, scale=3.0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def exact_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """float64, by definition: filter, renormalise, next filter. `logits` has no ties."""
+    probs = np.exp((logits - logits.max()) / temperature)
+    probs /= probs.sum()
+    order = np.argsort(-probs)
+    if top_k:
+        probs[order[top_k:]] = 0
+        probs /= probs.sum()
+    if top_p < 1:
+        num_kept = int(np.searchsorted(np.cumsum(probs[order]), top_p)) + 1
+        probs[order[num_kept:]] = 0
+        probs /= probs.sum()
+    if min_p:
+        probs[probs < min_p * probs.max()] = 0
+        probs /= probs.sum()
+    return probs
+
+
+COMBINATIONS = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 7},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.5, "min_p": 0.05},
+    {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+def test_sample_20000_draws_follow_the_exact_distribution(combination):
+    """200 seeds, 100 positions each; rare tokens are pooled so that every expected count is at least 5."""
+    vocab = 40
+    logits = random_logits(1, vocab, seed=5, scale=1.5)
+    sampler = Sampler(vocab)
+    states = [state(seed=1000 + seed, **combination) for seed in range(200)]
+    counts = np.zeros(vocab)
+    for _ in range(100):
+        for one, token_id in zip(states, sampler.sample(logits.expand(200, -1), states).token_ids, strict=True):
+            counts[token_id] += 1
+            one.append(token_id)
+    probs = exact_distribution(logits[0].double().numpy(), **combination)
+    assert counts[probs == 0].sum() == 0
+    expected = 20_000 * probs
+    common = expected >= 5
+    observed, wanted = counts[common], expected[common]
+    if (~common).any() and expected[~common].sum() >= 5:
+        observed, wanted = np.append(observed, counts[~common].sum()), np.append(wanted, expected[~common].sum())
+    assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 0.001
+
+
+def test_sample_choices_of_one_seed_follow_the_exact_distribution():
+    logits = random_logits(1, 40, seed=6, scale=1.0)
+    states = [state(seed=3, choice=choice) for choice in range(20_000)]
+    counts = np.bincount(Sampler(40).sample(logits.expand(20_000, -1), states).token_ids, minlength=40)
+    expected = 20_000 * exact_distribution(logits[0].double().numpy())
+    assert expected.min() >= 5
+    assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 0.001
+
+
+def kept(logits, **settings_):
+    return filtered_probs(logits.clone(), [state(**settings_)] * len(logits))
+
+
+@pytest.mark.parametrize("vocab", [50, 3000])
+@pytest.mark.parametrize(
+    ("settings_", "warpers"),
+    [
+        ({"temperature": 0.6}, [TemperatureLogitsWarper(0.6)]),
+        ({"top_k": 1}, [TopKLogitsWarper(1)]),
+        ({"top_k": 17}, [TopKLogitsWarper(17)]),
+        ({"top_k": 10_000}, []),
+        ({"top_p": 0.1}, [TopPLogitsWarper(0.1)]),
+        ({"top_p": 0.9}, [TopPLogitsWarper(0.9)]),
+        ({"top_p": 0.999}, [TopPLogitsWarper(0.999)]),
+        ({"min_p": 0.03}, [MinPLogitsWarper(0.03)]),
+        ({"min_p": 1.0}, [MinPLogitsWarper(1.0)]),
+        (
+            {"temperature": 1.4, "top_k": 40, "top_p": 0.85, "min_p": 0.02},
+            [TemperatureLogitsWarper(1.4), TopKLogitsWarper(40), TopPLogitsWarper(0.85), MinPLogitsWarper(0.02)],
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_filters_equal_transformers_warpers(vocab, settings_, warpers):
+    """A scale near 0 makes flat rows, whose top_p set is larger than the candidates looked at first."""
+    for scale in (0.05, 1.0, 4.0):
+        logits = random_logits(8, vocab, seed=vocab, scale=scale)
+        expected = logits.clone()
+        for warper in warpers:
+            expected = warper(None, expected)
+        probs = kept(logits, **settings_)
+        assert torch.equal(probs > 0, expected.softmax(-1) > 0)
+        torch.testing.assert_close(probs / probs.sum(-1, keepdim=True), expected.softmax(-1), rtol=1e-4, atol=1e-7)
+
+
+def edited(logits, one):
+    work = logits.clone()
+    edit_logits(work, [one] * len(work))
+    return work
+
+
+def test_repetition_penalty_equals_transformers():
+    logits = random_logits(3, 30)
+    prompt, output = [1, 2, 2, 29], [3, 2, 3]
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output] * 3), logits.clone())
+    assert torch.equal(edited(logits, state(prompt=prompt, output=output, repetition_penalty=1.3)), expected)
+
+
+@pytest.mark.parametrize("num_output", [0, 1, 2, 3])
+def test_min_tokens_equals_transformers_min_new_tokens(num_output):
+    logits = random_logits(2, 12)
+    processor = MinNewTokensLengthLogitsProcessor(prompt_length_to_skip=3, min_new_tokens=2, eos_token_id=[4, 7])
+    expected = processor(torch.zeros(2, 3 + num_output, dtype=torch.long), logits.clone())
+    for ignore_eos in (False, True):
+        one = state(prompt=[0, 0, 0], output=[0] * num_output, eos=[4, 7], min_tokens=2, ignore_eos=ignore_eos)
+        assert torch.equal(edited(logits, one), expected)
+
+
+def test_presence_and_frequency_penalties_follow_openai_formula():
+    """mu[j] -> mu[j] - c[j] * alpha_frequency - (c[j] > 0) * alpha_presence, over the output alone; numbers by hand."""
+    logits = torch.tensor([[1.0, 2.0, 3.0, -1.0]])
+    one = state(prompt=[3, 3], output=[1, 2, 1], presence_penalty=0.5, frequency_penalty=0.25)
+    assert edited(logits, one).tolist() == [[1.0, 2.0 - 0.5 - 0.5, 3.0 - 0.25 - 0.5, -1.0]]
+
+
+def test_negative_penalties_raise_the_logit():
+    one = state(output=[0], presence_penalty=-1.0, frequency_penalty=-0.5)
+    assert edited(torch.tensor([[1.0, 0.0]]), one).tolist() == [[2.5, 0.0]]
+
+
+def test_logit_bias_is_added_after_penalties():
+    one = state(output=[1], repetition_penalty=2.0, logit_bias={1: 3.0, 0: -100.0})
+    assert edited(torch.tensor([[1.0, 4.0]]), one).tolist() == [[-99.0, 5.0]]
+
+
+def test_logit_bias_of_extreme_size_bans_or_forces_the_token():
+    sampler = Sampler(3)
+    logits = torch.tensor([[9.0, 0.0, 1.0]])
+    assert sampler.sample(logits, [state(logit_bias={0: -1e308, 2: -1e308})]).token_ids == [1]
+    assert sampler.sample(logits, [state(logit_bias={1: 1e308})]).token_ids == [1]
+
+
+class OnlyMask:
+    def __init__(self, allowed):
+        self.allowed = allowed
+
+    def advance(self, token_id):
+        pass
+
+    def rollback(self, num_tokens):
+        pass
+
+    def fill(self, allowed_V):
+        allowed_V[:] = False
+        allowed_V[self.allowed] = True
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_mask_allows_only_its_tokens(temperature):
+    states = [state(mask=OnlyMask([2]), temperature=temperature), state(temperature=0.0)]
+    assert Sampler(4).sample(torch.tensor([[9.0, 8.0, -5.0, 1.0]] * 2), states).token_ids == [2, 0]
+
+
+def test_logprobs_equal_log_softmax_of_the_raw_logits():
+    logits = random_logits(2, 100)
+    states = [
+        state(temperature=0, logprobs=3, logit_bias={11: 100.0}, repetition_penalty=1.5, prompt=[1, 2]),
+        state(temperature=0.5, top_k=2, logprobs=0),
+    ]
+    sampled = Sampler(100).sample(logits, states)
+    expected = torch.log_softmax(logits, -1)
+    assert sampled.token_ids[0] == 11
+    for row, logprob in enumerate(sampled.logprobs):
+        assert logprob.token_id == sampled.token_ids[row]
+        assert logprob.logprob == pytest.approx(expected[row, logprob.token_id].item(), abs=1e-6)
+    best = expected[0].topk(3)
+    assert [token_id for token_id, _ in sampled.logprobs[0].top] == best.indices.tolist()
+    assert [value for _, value in sampled.logprobs[0].top] == pytest.approx(best.values.tolist(), abs=1e-6)
+    assert sampled.logprobs[1].top == ()
+
+
+def test_logprobs_more_than_the_vocabulary_gives_all_of_it():
+    assert len(Sampler(5).sample(random_logits(1, 5), [state(logprobs=20)]).logprobs[0].top) == 5
+
+
+def test_greedy_tie_takes_the_lowest_id_plain_or_not():
+    logits = torch.tensor([[1.0, 5.0, 5.0, 5.0]] * 2)
+    assert Sampler(4).sample(logits, [state(temperature=0), state(temperature=0, logprobs=1)]).token_ids == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sample_leaves_the_logits_alone(dtype):
+    logits = random_logits(3, 30).to(dtype)
+    before = logits.clone()
+    Sampler(30).sample(logits, [state(temperature=0), state(top_k=3, min_p=0.1), state(repetition_penalty=2.0, prompt=[1])])
+    assert torch.equal(logits, before)
+
+
+def test_greedy_batch_makes_no_copy_of_the_logits(monkeypatch):
+    """Nothing of the size of the logits is made: float32 is asked for one value a row only."""
+    sizes = []
+    original = torch.Tensor.float
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: sizes.append(self.numel()) or original(self))
+    Sampler(1000).sample(random_logits(4, 1000).bfloat16(), [state(temperature=0)] * 4)
+    assert sizes == [4]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("settings_", [{"temperature": 0}, {}, {"temperature": 0, "logprobs": 2}, {"top_p": 0.5, "logprobs": 2}], ids=str)
+def test_logits_not_finite_fail_that_row_only(bad, settings_):
+    logits = random_logits(3, 20)
+    states = [state(seed=row, **settings_) for row in range(3)]
+    good = Sampler(20).sample(logits, states)
+    spoilt = logits.clone()
+    spoilt[1, 7] = bad
+    sampled = Sampler(20).sample(spoilt, states)
+    assert set(sampled.errors) == {1}
+    assert "not finite" in sampled.errors[1]
+    assert [sampled.token_ids[row] for row in (0, 2)] == [good.token_ids[row] for row in (0, 2)]
+    assert [sampled.logprobs[row] for row in (0, 2)] == [good.logprobs[row] for row in (0, 2)]
+    assert sampled.logprobs[1] is None
+
+
+def test_every_token_masked_fails_that_row_only():
+    sampled = Sampler(4).sample(random_logits(2, 4), [state(mask=OnlyMask([])), state()])
+    assert set(sampled.errors) == {0}
+    assert "no token is allowed" in sampled.errors[0]
+
+
+def test_minus_infinity_in_the_logits_is_never_drawn():
+    logits = torch.tensor([[0.0, -math.inf, 0.0, -math.inf]])
+    drawn = {Sampler(4).sample(logits, [state(seed=seed)]).token_ids[0] for seed in range(60)}
+    assert drawn == {0, 2}
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-320, 1e-6])
+def test_tiny_temperature_takes_the_most_probable(temperature):
+    assert Sampler(3).sample(torch.tensor([[1.0, 30.0, 2.0]]), [state(temperature=temperature)]).token_ids == [1]
+
+
+def test_huge_temperature_is_uniform_over_what_is_left():
+    logits = torch.tensor([[1.0, 30.0, -math.inf]])
+    assert kept(logits, temperature=1e300).tolist() == [[0.5, 0.5, 0.0]]
+
+
+def test_stop_id_outside_the_vocabulary_is_harmless():
+    assert Sampler(3).sample(torch.tensor([[1.0, 3.0, 2.0]]), [state(stop_token_ids=(99,), min_tokens=1, temperature=0)]).token_ids == [1]
+
+
+def test_sample_without_rows_is_empty():
+    assert Sampler(3).sample(torch.empty(0, 3), []).token_ids == []
+
+
+settings_strategy = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+        "top_k": st.sampled_from([0, 1, 5, 300, 5000]),
+        "top_p": st.sampled_from([0.1, 0.9, 0.9999, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.01, 0.5]),
+        "presence_penalty": st.sampled_from([0.0, 0.7]),
+        "frequency_penalty": st.sampled_from([0.0, -0.4]),
+        "repetition_penalty": st.sampled_from([1.0, 1.2]),
+        "logprobs": st.sampled_from([None, 0, 5]),
+        "min_tokens": st.sampled_from([0, 4]),
+        "logit_bias": st.sampled_from([{}, {3: 2.0, 5: -100.0}]),
+    },
+)
+rows_strategy = st.lists(
+    st.tuples(settings_strategy, st.integers(0, 2**64), st.lists(st.integers(0, 99), max_size=5)), min_size=2, max_size=9
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=rows_strategy, logits_seed=st.integers(0, 100), is_flat=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_row_in_a_batch_equals_the_row_alone(rows, logits_seed, is_flat, dtype):
+    vocab = 2003
+    logits = random_logits(len(rows), vocab, seed=logits_seed, scale=0.1 if is_flat else 3.0).to(dtype)
+
+    def states():
+        return [state(seed=seed, prompt=[1, 2], output=output, eos=[0], **one) for one, seed, output in rows]
+
+    batch = Sampler(vocab).sample(logits, states())
+    for row, one in enumerate(states()):
+        alone = Sampler(vocab).sample(logits[row : row + 1], [one])
+        assert (alone.token_ids[0], alone.logprobs[0]) == (batch.token_ids[row], batch.logprobs[row])
+
+
+def test_large_vocabulary_row_in_a_batch_equals_the_row_alone():
+    """Long rows are where torch splits one reduction over threads."""
+    vocab = 150_001
+    logits = random_logits(5, vocab, scale=2.0)
+    variants = [{}, {"top_p": 0.95}, {"top_k": 50, "temperature": 0.8}, {"min_p": 0.001}, {"logprobs": 5}]
+    batch = Sampler(vocab).sample(logits, [state(seed=9, **one) for one in variants])
+    for row, one in enumerate(variants):
+        alone = Sampler(vocab).sample(logits[row : row + 1], [state(seed=9, **one)])
+        assert (alone.token_ids[0], alone.logprobs[0]) == (batch.token_ids[row], batch.logprobs[row])
+
+
+@pytest.mark.parametrize("vocab", [3, 64, 200, 1000])
+def test_inverse_cdf_equals_a_plain_search(vocab):
+    probs = random_logits(50, vocab, scale=2.0).softmax(-1)
+    probs[:, ::3] = 0
+    draws = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = inverse_cdf(probs, draws).tolist()
+    for row, draw in enumerate(draws.tolist()):
+        cdf = np.cumsum(probs[row].double().numpy())
+        assert found[row] == int(np.searchsorted(cdf, draw * cdf[-1], side="right"))
+
+
+@pytest.mark.parametrize("draw", [0.0, 1 - 2.0**-53])
+def test_inverse_cdf_extreme_draw_returns_a_token_that_is_not_dropped(draw):
+    probs = torch.zeros(1, 500)
+    probs[0, [70, 71, 300]] = torch.tensor([0.1, 0.2, 0.7])
+    assert inverse_cdf(probs, torch.tensor([draw], dtype=torch.float64)).item() == (70 if draw == 0 else 300)
