@@ -88,9 +88,12 @@ class PrefixIndex:
         holder = self._holders.get(replica_id)
         return len(holder.blocks) if holder is not None else 0
 
-    def apply(
-        self, replica_id: str, *, epoch: int, first_event: int, events: Sequence[KVEvent], is_full_state: bool = False
-    ) -> bool:
+    def holds(self, replica_id: str, key: BlockKey) -> bool:
+        """Whether the replica reported this block (whatever it holds of the blocks before it)."""
+        holder = self._holders.get(replica_id)
+        return holder is not None and key in holder.blocks
+
+    def apply(self, replica_id: str, *, epoch: int, first_event: int, events: Sequence[KVEvent], is_full_state: bool = False) -> bool:
         """Takes one report in; True when the replica must send its full state next.
 
         Copies and older reports change nothing. After a gap the last known state stays until the full state comes.

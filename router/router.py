@@ -1,122 +1,113 @@
-"""The router's mind: admission queue, bookings and replica states, without a clock and without I/O."""
+"""The router's mind: admission, bookings, prefix index and policy, without a clock and without I/O."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections import OrderedDict
 
 from replicas.stats import ReplicaReport, ReportReply
 from router.config import RouterConfig
+from router.model_router import ModelRouter
 from router.policies import Policy
-from router.snapshot import ClusterSnapshot, Decision, Rejection, ReplicaSnapshot, RoutingRequest
-
-
-@dataclass(slots=True)
-class _Replica:
-    report: ReplicaReport
-    reported_s: float
-    booked: dict[str, RoutingRequest]
+from router.recording import DecisionSink
+from router.snapshot import Decision, Rejection, RoutingRequest
 
 
 class Router:
-    """Owns the queue, the bookings and what is known of each replica, for every model.
+    """Serves any number of models, each with a queue of its own; they share nothing but the configuration.
 
-    First cut: one queue in arrival order and no prefix index. Times are seconds of any one clock, given by the caller.
+    The caller owns time: `now_s` is seconds of Unix time (deadlines are compared with it), never smaller than before.
+    Calls are cheap and never wait. Use: `submit` requests, apply reports, then `step` and hand out its answers; call `step`
+    again after each of these, and at `next_wakeup_s`. Every submitted request that is not cancelled gets exactly one answer.
+    A decision is booked in the step that makes it, until `release` or `cancel`.
     """
 
-    def __init__(self, config: RouterConfig, policy: Policy) -> None:
+    def __init__(self, config: RouterConfig, policy: Policy, sink: DecisionSink | None = None) -> None:
+        """`sink` is called with each decision and everything it was made from (`router.recording`)."""
         self._config = config
         self._policy = policy
-        self._queue: deque[tuple[RoutingRequest, float]] = deque()
-        self._replicas: dict[str, _Replica] = {}
-        self._replica_of: dict[str, str] = {}  # request id -> replica id
-        self._num_decisions = 0
+        self._sink = sink
+        self._models: dict[str, ModelRouter] = {}
+        self._model_of_replica: dict[str, str] = {}
+        self._model_of_request: dict[str, str] = {}  # waiting and booked requests
+        self._explained: OrderedDict[str, Decision] = OrderedDict()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Models that have, or had, a replica or a request."""
+        return tuple(self._models)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(model.num_waiting for model in self._models.values())
 
     def submit(self, request: RoutingRequest, now_s: float) -> None:
-        """Queues the request; `step` answers it. Raises ValueError when its id already waits."""
-        if any(waiting.request_id == request.request_id for waiting, _ in self._queue):
-            raise ValueError(f"request_id must be unique among waiting requests, got {request.request_id!r} again")
-        self.release(request.request_id, now_s)
-        self._queue.append((request, now_s))
+        """Queues the request; a later `step` answers it.
+
+        The id of a dispatched request may come again (a resend after a death): its old booking ends. Raises ValueError when
+        the id waits already.
+        """
+        self._model(request.model).submit(request, now_s)
+        self._model_of_request[request.request_id] = request.model
 
     def step(self, now_s: float) -> list[Decision | Rejection]:
-        """Dispatches and books whatever may go now; each submitted request appears in exactly one answer."""
-        answers: list[Decision | Rejection] = []
-        waiting: deque[tuple[RoutingRequest, float]] = deque()
-        while self._queue:
-            request, submitted_s = self._queue.popleft()
-            candidates = self._candidates(request, now_s)
-            if candidates:
-                decision = self._policy.choose(request, ClusterSnapshot(now_s=now_s, replicas=candidates), self._num_decisions)
-                self._num_decisions += 1
-                self._replicas[decision.replica_id].booked[request.request_id] = request
-                self._replica_of[request.request_id] = decision.replica_id
-                answers.append(decision)
-            elif not self._serves(request.model) and now_s - submitted_s >= self._config.no_replica_timeout_s:
-                reason = f"no replica serves {request.model}"
-                answers.append(Rejection(request_id=request.request_id, reason=reason, retry_after_s=5.0, is_unavailable=True))
+        """Dispatches and books whatever may go now; returns its decisions, and rejections since the last step."""
+        answers = [answer for model in self._models.values() for answer in model.step(now_s)]
+        for answer in answers:
+            if isinstance(answer, Decision):
+                self._explained[answer.request_id] = answer
+                self._explained.move_to_end(answer.request_id)
+                if len(self._explained) > self._config.num_explained:
+                    self._explained.popitem(last=False)
             else:
-                waiting.append((request, submitted_s))
-        self._queue = waiting
+                self._model_of_request.pop(answer.request_id, None)
         return answers
 
     def cancel(self, request_id: str, now_s: float) -> None:
-        """The caller is gone: the request leaves the queue, or its booking ends."""
-        self._queue = deque(entry for entry in self._queue if entry[0].request_id != request_id)
-        self.release(request_id, now_s)
+        """The caller is gone: the request leaves the queue at once, or its booking ends. Unknown ids are ignored."""
+        model = self._model_of_request.pop(request_id, None)
+        if model is not None:
+            self._models[model].cancel(request_id, now_s)
 
     def release(self, request_id: str, now_s: float, num_output_tokens: int | None = None) -> None:
-        """A dispatched request ended; unknown ids are ignored. `num_output_tokens` settles its tenant's counter."""
-        replica_id = self._replica_of.pop(request_id, None)
-        if replica_id is not None and replica_id in self._replicas:
-            self._replicas[replica_id].booked.pop(request_id, None)
+        """A dispatched request ended, in whatever way. Unknown ids are ignored.
+
+        `num_output_tokens` (all choices together) settles its tenant's counter and teaches the expected output length.
+        """
+        model = self._model_of_request.get(request_id)
+        if model is not None:
+            self._models[model].release(request_id, now_s, num_output_tokens)
+            if not self._models[model].has(request_id):
+                del self._model_of_request[request_id]
 
     def apply_report(self, report: ReplicaReport, now_s: float) -> ReportReply:
-        """Takes a replica's report in, in any order and number of copies."""
-        known = self._replicas.get(report.replica_id)
-        if known is None:
-            self._replicas[report.replica_id] = _Replica(report, now_s, {})
-        elif report.epoch >= known.report.epoch:
-            known.report, known.reported_s = report, now_s
-        return ReportReply()
+        """Takes a replica's report in; lost, repeated and reordered ones do no harm. A first report makes a candidate."""
+        known = self._model_of_replica.get(report.replica_id)
+        if known is not None and known != report.model:
+            self._models[known].remove_replica(report.replica_id)
+        self._model_of_replica[report.replica_id] = report.model
+        return self._model(report.model).apply_report(report, now_s)
 
     def remove_replica(self, replica_id: str, now_s: float) -> None:
-        """The replica is gone: nothing goes there again until it reports anew."""
-        replica = self._replicas.pop(replica_id, None)
-        for request_id in replica.booked if replica is not None else ():
-            self._replica_of.pop(request_id, None)
+        """The replica is gone, and its bookings with it: nothing goes there until it reports anew. Unknown ids are ignored."""
+        model = self._model_of_replica.pop(replica_id, None)
+        if model is not None:
+            self._models[model].remove_replica(replica_id)
 
     def next_wakeup_s(self, now_s: float) -> float | None:
-        """When `step` could have something to do without a new call in between; None when never."""
-        return min((submitted_s + self._config.no_replica_timeout_s for _, submitted_s in self._queue), default=None)
+        """When `step` may have something to do though nothing was called in between; None when never."""
+        wakeups = [wakeup_s for model in self._models.values() if (wakeup_s := model.next_wakeup_s(now_s)) is not None]
+        return min(wakeups, default=None)
+
+    def explain(self, request_id: str) -> Decision | None:
+        """The decision on one of the last `num_explained` requests, with every candidate's terms."""
+        return self._explained.get(request_id)
 
     def describe(self, now_s: float) -> dict[str, object]:
-        """What is known, as plain JSON values."""
-        return {
-            "num_waiting": len(self._queue),
-            "replicas": {
-                replica_id: {"report_age_s": now_s - replica.reported_s, "num_booked": len(replica.booked)}
-                for replica_id, replica in self._replicas.items()
-            },
-        }
+        """Everything known, by model, as plain JSON values."""
+        return {model: router.describe(now_s) for model, router in self._models.items()}
 
-    def _serves(self, model: str) -> bool:
-        return any(replica.report.model == model for replica in self._replicas.values())
-
-    def _candidates(self, request: RoutingRequest, now_s: float) -> tuple[ReplicaSnapshot, ...]:
-        limit = self._config.dispatch_ahead
-        return tuple(
-            ReplicaSnapshot(
-                replica_id=replica_id,
-                stats=replica.report.stats,
-                max_num_seqs=replica.report.max_num_seqs,
-                block_size=replica.report.block_size,
-                num_booked_requests=max(0, len(replica.booked) - replica.report.stats.num_running - replica.report.stats.num_waiting),
-                report_age_s=now_s - replica.reported_s,
-            )
-            for replica_id, replica in sorted(self._replicas.items())
-            if replica.report.model == request.model
-            and not replica.report.is_draining
-            and replica_id not in request.excluded_replicas
-            and (limit is None or len(replica.booked) < replica.report.max_num_seqs + limit)
-        )
+    def _model(self, model: str) -> ModelRouter:
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = ModelRouter(model, self._config, self._policy, self._sink)
+        return found

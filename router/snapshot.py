@@ -47,12 +47,15 @@ class ReplicaSnapshot:
     """Requests sent since the last report, or not yet seen in one."""
     num_booked_prefill_tokens: int = 0
     num_booked_context_tokens: int = 0
+    recent_work_s: float = 0.0
+    """Seconds of prefill sent there lately, decaying; what keeps replicas even while none of them has a queue."""
     report_age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """Every replica that could take the request, in ascending order of id."""
+    """Replicas that could take the request, in ascending order of id; all of them, unless the policy examines only the
+    most promising (`Policy.examines_all`)."""
 
     now_s: float
     replicas: tuple[ReplicaSnapshot, ...]

@@ -1,0 +1,94 @@
+"""What was decided but not yet reported: bookings, and the prefixes that they will have cached soon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.hashing import BlockKey
+from router.snapshot import RoutingRequest
+
+
+@dataclass(slots=True)
+class Booking:
+    """One dispatched request, from its decision until its release. Owned by one `ReplicaState`."""
+
+    request: RoutingRequest
+    replica_id: str
+    epoch: int
+    booked_s: float
+    num_uncached_tokens: int
+    num_context_tokens: int
+    """Prompt and expected output, all choices."""
+    num_charged_tokens: int
+    """Output tokens that the tenant was charged for at dispatch; `release` settles the difference."""
+    start_s: float = 0.0
+    """When its prefill is predicted to start."""
+    num_unseen: int = 0
+    """Choices that no report has counted yet."""
+    is_released: bool = False
+
+
+class PendingPrefixes:
+    """Owns the prompts of bookings whose blocks no report has shown yet, and finds prefixes that a prompt shares with them.
+
+    Keys are chained, so two prompts agree up to position i exactly when their i-th keys do. Each booking is entered at the
+    positions 1, 2, 4, 8, ... and its last only; a lookup takes the deepest entry that matches and bisects from there. So a
+    booking costs O(log blocks), and not one entry a block.
+    """
+
+    def __init__(self) -> None:
+        # key at an anchor -> the bookings that have it, as request id -> booking
+        self._anchors: dict[BlockKey, dict[str, Booking]] = {}
+
+    @property
+    def num_entries(self) -> int:
+        return sum(map(len, self._anchors.values()))
+
+    def add(self, booking: Booking) -> None:
+        for position in _anchor_positions(len(booking.request.block_keys)):
+            self._anchors.setdefault(booking.request.block_keys[position - 1], {})[booking.request.request_id] = booking
+
+    def remove(self, booking: Booking) -> None:
+        """Forgets a booking; one that is not here is ignored."""
+        for position in _anchor_positions(len(booking.request.block_keys)):
+            key = booking.request.block_keys[position - 1]
+            bookings = self._anchors.get(key)
+            if bookings is not None and bookings.get(booking.request.request_id) is booking:
+                del bookings[booking.request.request_id]
+                if not bookings:
+                    del self._anchors[key]
+
+    def match(self, keys: tuple[BlockKey, ...]) -> dict[str, int]:
+        """Leading blocks of `keys` that bookings on each replica share; replicas without any are left out."""
+        depths: dict[str, int] = {}
+        if not self._anchors:
+            return depths
+        upper = len(keys)
+        for position in reversed(_anchor_positions(len(keys))):
+            for booking in self._anchors.get(keys[position - 1], {}).values():
+                if depths.get(booking.replica_id, 0) < upper:
+                    depth = _common_prefix(keys, booking.request.block_keys, position, upper)
+                    if depth > depths.get(booking.replica_id, 0):
+                        depths[booking.replica_id] = depth
+            # whoever shares this anchor was just measured; the others differ before it
+            upper = position - 1
+        return depths
+
+
+def _anchor_positions(length: int) -> list[int]:
+    positions = [1 << exponent for exponent in range(length.bit_length()) if 1 << exponent <= length]
+    if length and positions[-1] != length:
+        positions.append(length)
+    return positions
+
+
+def _common_prefix(a: tuple[BlockKey, ...], b: tuple[BlockKey, ...], known: int, limit: int) -> int:
+    """Length of the common prefix, which is at least `known` and at most `limit`."""
+    low, high = known, min(limit, len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[middle - 1] == b[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,322 @@
+"""Routing for one model: its queue, its replicas, its index and its bookings."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import OrderedDict
+
+from replicas.stats import ReplicaReport, ReportReply
+from router.admission import AdmissionQueue, Waiting
+from router.bookings import Booking, PendingPrefixes
+from router.config import RouterConfig
+from router.policies import Policy
+from router.prefix_index import PrefixIndex
+from router.rates import DrainRate, RateModel, Rates
+from router.recording import DecisionSink
+from router.replica_state import ReplicaState
+from router.snapshot import ClusterSnapshot, Decision, Rejection, ReplicaSnapshot, RoutingRequest
+
+logger = logging.getLogger(__name__)
+
+_PREVIEW_BALANCE = 0.1
+_MAX_RETRY_AFTER_S = 60.0
+
+
+class ModelRouter:
+    """Owns everything that routing one model needs. `Router` hands calls on to one of these per model.
+
+    `step` goes through the queue in order. The policy chooses among all replicas, busy ones too; when the chosen one
+    already has `dispatch_ahead` requests waiting, the request keeps its place here and counts as that replica's work for
+    the rest of the step, and the next in line is looked at, `lookahead` times at most. So a request waits for its prefix as
+    long as that is predicted to pay, and no longer; and no other overtakes it for the same replica.
+    """
+
+    def __init__(self, model: str, config: RouterConfig, policy: Policy, sink: DecisionSink | None = None) -> None:
+        self.model = model
+        self._config = config
+        self._policy = policy
+        self._sink = sink
+        self._queue = AdmissionQueue(config, self._best_cached_tokens)
+        self._replicas: dict[str, ReplicaState] = {}  # in ascending order of id
+        self._index = PrefixIndex()
+        self._pending = PendingPrefixes()
+        self._pending_on: dict[str, dict[str, Booking]] = {}  # replica id -> request id -> booking whose blocks are not reported
+        self._bookings: OrderedDict[str, Booking] = OrderedDict()  # request id -> booking, oldest first
+        self._prior = Rates(prefill_tokens_per_s=config.prior_prefill_tokens_per_s, decode_step_s=config.prior_decode_step_s)
+        self._rates = RateModel(self._prior)
+        self._drain = DrainRate()
+        self._output_tokens = float(config.expected_output_tokens)
+        self._answers: list[Rejection] = []
+        self._closed_until_s: float | None = None  # no replica takes work before this time, unless something changes
+        self._num_decisions = 0
+        self._num_rejections = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self._queue or request_id in self._bookings
+
+    def submit(self, request: RoutingRequest, now_s: float) -> None:
+        if request.request_id in self._queue:
+            raise ValueError(f"request_id must be unique among waiting requests, got {request.request_id!r} again")
+        self.release(request.request_id, now_s)  # a resend: whatever was booked for the older attempt has ended
+        rejection = self._shed(request, now_s)
+        if rejection is not None:
+            self._answers.append(rejection)
+            return
+        rate = self._rates.rates("").prefill_tokens_per_s
+        self._queue.submit(request, now_s, request.num_prompt_tokens / rate)
+
+    def step(self, now_s: float) -> list[Decision | Rejection]:
+        answers: list[Decision | Rejection] = list(self._answers)
+        self._answers.clear()
+        self._expire(now_s)
+        if not self._replicas:
+            answers += self._reject_unserved(now_s)
+        elif len(self._queue) and not (self._closed_until_s is not None and now_s < self._closed_until_s):
+            answers += self._dispatch(now_s)
+        return answers
+
+    def cancel(self, request_id: str, now_s: float) -> None:
+        if not self._queue.cancel(request_id):
+            self.release(request_id, now_s)
+
+    def release(self, request_id: str, now_s: float, num_output_tokens: int | None = None) -> None:
+        booking = self._bookings.pop(request_id, None)
+        if booking is None:
+            return
+        self._forget_pending(booking)
+        replica = self._replicas.get(booking.replica_id)
+        if replica is not None and replica.epoch == booking.epoch:
+            replica.release(booking)
+        self._closed_until_s = None
+        if num_output_tokens is not None:
+            self._output_tokens += 0.05 * (num_output_tokens / booking.request.num_choices - self._output_tokens)
+            self._queue.charge(booking.request, self._config.fair_output_weight * (num_output_tokens - booking.num_charged_tokens))
+
+    def apply_report(self, report: ReplicaReport, now_s: float) -> ReportReply:
+        replica = self._replicas.get(report.replica_id)
+        if replica is not None and report.epoch < replica.epoch:
+            return ReportReply()
+        resync = self._index.apply(
+            report.replica_id,
+            epoch=report.epoch,
+            first_event=report.first_event,
+            events=report.events,
+            is_full_state=report.is_full_state,
+        )
+        if replica is not None and report.epoch > replica.epoch:
+            self._drop(report.replica_id)
+            replica = None
+        self._rates.observe(report.replica_id, report.stats)
+        rates = self._rates.rates(report.replica_id)
+        if replica is None:
+            self._replicas[report.replica_id] = ReplicaState(report, now_s, rates)
+            self._replicas = dict(sorted(self._replicas.items()))
+        else:
+            replica.apply_report(report, now_s, rates)
+            self._confirm_pending(report.replica_id)
+        self._closed_until_s = None
+        return ReportReply(resync=resync)
+
+    def remove_replica(self, replica_id: str) -> None:
+        if replica_id in self._replicas:
+            self._drop(replica_id)
+            del self._replicas[replica_id]
+            self._index.remove(replica_id)
+            self._rates.forget(replica_id)
+            self._closed_until_s = None
+
+    def next_wakeup_s(self, now_s: float) -> float | None:
+        if self._answers:
+            return now_s
+        if not len(self._queue):
+            return None
+        if not self._replicas:
+            return min(waiting.submitted_s for waiting in self._queue) + self._config.no_replica_timeout_s
+        starts = [start_s for replica in self._replicas.values() if (start_s := replica.next_start_s(now_s)) is not None]
+        return min(starts, default=None)
+
+    def describe(self, now_s: float) -> dict[str, object]:
+        return {
+            "num_waiting": len(self._queue),
+            "num_waiting_tokens": self._queue.num_tokens,
+            "num_decisions": self._num_decisions,
+            "num_rejections": self._num_rejections,
+            "num_bookings": len(self._bookings),
+            "num_index_blocks": self._index.num_nodes,
+            "drain_tokens_per_s": round(self._drain.tokens_per_s(self._capacity()), 1),
+            "expected_output_tokens": round(self._output_tokens, 1),
+            "tiers": self._queue.describe(),
+            "replicas": {
+                replica_id: {**replica.describe(now_s), "num_cached_blocks": self._index.num_blocks(replica_id)}
+                for replica_id, replica in self._replicas.items()
+            },
+        }
+
+    def _dispatch(self, now_s: float) -> list[Decision | Rejection]:
+        answers: list[Decision | Rejection] = []
+        held: list[Waiting] = []
+        while len(held) < self._config.lookahead and (waiting := self._queue.peek(now_s)) is not None:
+            candidates = self._candidates(waiting.request, now_s)
+            if not candidates:
+                self._queue.hold(waiting)
+                held.append(waiting)
+                continue
+            snapshot = ClusterSnapshot(now_s=now_s, replicas=candidates)
+            seed = self._config.seed + self._num_decisions
+            decision = self._policy.choose(waiting.request, snapshot, seed)
+            replica = self._replicas[decision.replica_id]
+            num_uncached = max(1, waiting.request.num_prompt_tokens - decision.num_cached_tokens)
+            if self._is_open(replica, now_s):
+                if self._sink is not None:
+                    self._sink(waiting.request, snapshot, seed, decision)
+                self._book(waiting, replica, num_uncached, now_s)
+                answers.append(decision)
+            else:
+                self._queue.hold(waiting)
+                held.append(waiting)
+                replica.held_tokens += num_uncached
+                if not any(self._is_open(other, now_s) for other in self._replicas.values()):
+                    self._closed_until_s = self.next_wakeup_s(now_s) or float("inf")
+                    break
+        self._queue.restore(held)
+        for replica in self._replicas.values():
+            replica.held_tokens = 0
+        return answers
+
+    def _is_open(self, replica: ReplicaState, now_s: float) -> bool:
+        limit = self._config.dispatch_ahead
+        return limit is None or replica.num_waiting(now_s) < limit
+
+    def _candidates(self, request: RoutingRequest, now_s: float) -> tuple[ReplicaSnapshot, ...]:
+        """Replicas that may take the request, as the policy is to see them; empty when all of them drain.
+
+        A silent replica is left out while another reports, and so is one that failed this request while another has not.
+        """
+        states = [state for state in self._replicas.values() if not state.is_draining]
+        timeout_s = self._config.report_timeout_s
+        states = [state for state in states if now_s - state.reported_s <= timeout_s] or states
+        if request.excluded_replicas:
+            states = [state for state in states if state.replica_id not in request.excluded_replicas] or states
+        cached = self._index.match(request.block_keys)
+        pending = self._pending.match(request.block_keys)
+        if not self._policy.examines_all and len(states) > self._config.max_candidates:
+            states = self._most_promising(states, cached, pending, now_s)
+        return tuple(state.snapshot(now_s, cached.get(state.replica_id, 0), pending.get(state.replica_id, 0)) for state in states)
+
+    def _most_promising(
+        self, states: list[ReplicaState], cached: dict[str, int], pending: dict[str, int], now_s: float
+    ) -> list[ReplicaState]:
+        """The `max_candidates` cheapest by a first estimate (queue, recent work, prefix), in ascending order of id."""
+        estimates = [
+            state.wait_s(now_s)
+            + _PREVIEW_BALANCE * state.recent_work_s(now_s)
+            - max(cached.get(state.replica_id, 0), pending.get(state.replica_id, 0)) * state.block_size / state.prefill_tokens_per_s
+            for state in states
+        ]
+        best = heapq.nsmallest(self._config.max_candidates, range(len(states)), key=estimates.__getitem__)
+        return [states[index] for index in sorted(best)]
+
+    def _book(self, waiting: Waiting, replica: ReplicaState, num_uncached: int, now_s: float) -> None:
+        request = waiting.request
+        num_outputs = min(request.max_tokens, round(self._output_tokens) * request.num_choices)
+        booking = Booking(
+            request=request,
+            replica_id=replica.replica_id,
+            epoch=replica.epoch,
+            booked_s=now_s,
+            num_uncached_tokens=num_uncached,
+            num_context_tokens=request.num_prompt_tokens + num_outputs,
+            num_charged_tokens=num_outputs,
+        )
+        self._queue.dispatch(waiting, num_uncached, num_outputs, now_s)
+        self._drain.observe(now_s, request.num_prompt_tokens, is_backlogged=len(self._queue) > 0)
+        replica.book(booking, now_s)
+        self._bookings[request.request_id] = booking
+        if request.block_keys:
+            self._pending.add(booking)
+            self._pending_on.setdefault(replica.replica_id, {})[request.request_id] = booking
+        self._num_decisions += 1
+
+    def _confirm_pending(self, replica_id: str) -> None:
+        """Bookings whose last block is in the index now are no longer pending."""
+        waiting = self._pending_on.get(replica_id, {})
+        for booking in [b for b in waiting.values() if self._index.holds(replica_id, b.request.block_keys[-1])]:
+            self._forget_pending(booking)
+
+    def _forget_pending(self, booking: Booking) -> None:
+        on_replica = self._pending_on.get(booking.replica_id)
+        if on_replica is not None and on_replica.pop(booking.request.request_id, None) is not None:
+            self._pending.remove(booking)
+            if not on_replica:
+                del self._pending_on[booking.replica_id]
+
+    def _drop(self, replica_id: str) -> None:
+        """The replica, or its epoch, is gone, and with it all that was booked there."""
+        for booking in [b for b in self._bookings.values() if b.replica_id == replica_id]:
+            del self._bookings[booking.request.request_id]
+            self._forget_pending(booking)
+
+    def _expire(self, now_s: float) -> None:
+        for replica in self._replicas.values():
+            for booking in replica.expire(now_s, self._config.booking_expiry_s):
+                logger.warning("request %s: no report of %s shows it; its booking expired", booking.request.request_id, replica.replica_id)
+                self._forget_pending(booking)
+        while self._bookings:
+            request_id, booking = next(iter(self._bookings.items()))
+            if booking.booked_s + self._config.lease_s > now_s:
+                break
+            self.release(request_id, now_s)
+
+    def _reject_unserved(self, now_s: float) -> list[Rejection]:
+        timeout_s = self._config.no_replica_timeout_s
+        overdue = [waiting.request for waiting in self._queue if now_s - waiting.submitted_s >= timeout_s]
+        for request in overdue:
+            self._queue.cancel(request.request_id)
+        reason = f"no replica of {self.model} is up"
+        return [
+            Rejection(request_id=request.request_id, reason=reason, retry_after_s=timeout_s, is_unavailable=True) for request in overdue
+        ]
+
+    def _shed(self, request: RoutingRequest, now_s: float) -> Rejection | None:
+        """Why the request is not admitted, if so. A full queue gives up its newest request of the lowest class first."""
+        config = self._config
+        limit = config.max_queue_requests_per_tenant
+        if limit is not None and self._queue.num_waiting_of(request.tenant) >= limit:
+            return self._rejection(request, f"tenant {request.tenant!r} has {limit} requests waiting already")
+        wait_limit_s = config.wait_limit_s(request.priority)
+        if wait_limit_s is not None and self._replicas:
+            wait_s = self._predicted_wait_s(request.priority)
+            if wait_s > wait_limit_s:
+                reason = f"predicted wait of {wait_s:.1f} s exceeds {wait_limit_s:.1f} s"
+                return self._rejection(request, reason, wait_s - wait_limit_s)
+        if len(self._queue) >= config.max_queue_requests:
+            displaced = self._queue.pop_lowest_below(request.priority)
+            full = f"the queue of {self.model} is full ({config.max_queue_requests} requests)"
+            if displaced is None:
+                return self._rejection(request, full)
+            self._answers.append(self._rejection(displaced, full))
+        return None
+
+    def _rejection(self, request: RoutingRequest, reason: str, wait_s: float | None = None) -> Rejection:
+        self._num_rejections += 1
+        if wait_s is None:
+            wait_s = self._predicted_wait_s(request.priority)
+        return Rejection(request_id=request.request_id, reason=reason, retry_after_s=min(_MAX_RETRY_AFTER_S, max(1.0, wait_s)))
+
+    def _predicted_wait_s(self, priority: int) -> float:
+        """Time until what waits ahead of a new request of `priority` has drained."""
+        return self._queue.num_tokens_ahead(priority) / self._drain.tokens_per_s(self._capacity())
+
+    def _capacity(self) -> float:
+        """Prompt tokens a second that all replicas together could prefill."""
+        total = sum(replica.prefill_tokens_per_s for replica in self._replicas.values())
+        return total or self._prior.prefill_tokens_per_s
+
+    def _best_cached_tokens(self, request: RoutingRequest) -> int:
+        depths = self._index.match(request.block_keys)
+        return max((depth * self._replicas[replica_id].block_size for replica_id, depth in depths.items()), default=0)

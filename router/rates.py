@@ -1,0 +1,86 @@
+"""What replicas are measured to do, smoothed, with a prior for what nobody has measured yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from replicas.stats import ReplicaStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What predictions are made with."""
+
+    prefill_tokens_per_s: float
+    decode_step_s: float
+
+
+class RateModel:
+    """Owns the measured rates of one model's replicas.
+
+    A replica that has measured nothing yet is taken for the median of its peers, and for the prior when it has none, so
+    that a cold or new replica gets a sane prediction. Each report moves its replica's rate by `weight` of the difference.
+    """
+
+    def __init__(self, prior: Rates, *, weight: float = 0.3) -> None:
+        self._prior = prior
+        self._weight = weight
+        self._prefill: dict[str, float] = {}  # replica id -> tokens/s
+        self._decode: dict[str, float] = {}  # replica id -> seconds
+
+    def observe(self, replica_id: str, stats: ReplicaStats) -> None:
+        """Takes the measurements of one report in; absent or senseless ones are skipped."""
+        for rates, measured in ((self._prefill, stats.prefill_tokens_per_s), (self._decode, stats.decode_step_s)):
+            if measured is not None and measured > 0:
+                old = rates.get(replica_id)
+                rates[replica_id] = measured if old is None else old + self._weight * (measured - old)
+
+    def forget(self, replica_id: str) -> None:
+        self._prefill.pop(replica_id, None)
+        self._decode.pop(replica_id, None)
+
+    def rates(self, replica_id: str) -> Rates:
+        return Rates(
+            prefill_tokens_per_s=self._rate(self._prefill, replica_id, self._prior.prefill_tokens_per_s),
+            decode_step_s=self._rate(self._decode, replica_id, self._prior.decode_step_s),
+        )
+
+    @staticmethod
+    def _rate(rates: dict[str, float], replica_id: str, prior: float) -> float:
+        own = rates.get(replica_id)
+        if own is not None:
+            return own
+        return median(rates.values()) if rates else prior
+
+
+class DrainRate:
+    """How fast a backlogged queue empties, in prompt tokens a second; what Retry-After is made from.
+
+    Only time during which requests wait counts: an idle queue says nothing about how fast it could drain.
+    """
+
+    def __init__(self, *, window_s: float = 1.0, weight: float = 0.3) -> None:
+        self._window_s = window_s
+        self._weight = weight
+        self._rate: float | None = None
+        self._since_s: float | None = None  # start of the open window; None while nothing waits
+        self._num_tokens = 0
+
+    def observe(self, now_s: float, num_tokens: int, *, is_backlogged: bool) -> None:
+        """`num_tokens` left the queue at `now_s`; `is_backlogged` says whether others still wait."""
+        if self._since_s is not None:
+            self._num_tokens += num_tokens
+            elapsed_s = now_s - self._since_s
+            if elapsed_s >= self._window_s:
+                measured = self._num_tokens / elapsed_s
+                self._rate = measured if self._rate is None else self._rate + self._weight * (measured - self._rate)
+                self._since_s, self._num_tokens = now_s, 0
+        if not is_backlogged:
+            self._since_s, self._num_tokens = None, 0
+        elif self._since_s is None:
+            self._since_s = now_s
+
+    def tokens_per_s(self, otherwise: float) -> float:
+        """The measured rate; `otherwise` (what the replicas could prefill at best) before there is one."""
+        return otherwise if self._rate is None else max(self._rate, 0.01 * otherwise)

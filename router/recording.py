@@ -1,0 +1,80 @@
+"""Decisions with everything they were made from, as JSON lines; and the same decisions made again from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+from replicas.stats import ReplicaStats
+from router.policies import Policy
+from router.snapshot import CandidateScore, ClusterSnapshot, Decision, ReplicaSnapshot, RoutingRequest
+
+DecisionSink = Callable[[RoutingRequest, ClusterSnapshot, int, Decision], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """One call of `Policy.choose` and its result."""
+
+    request: RoutingRequest
+    snapshot: ClusterSnapshot
+    seed: int
+    decision: Decision
+
+
+class DecisionRecorder:
+    """A `DecisionSink` that writes one JSON object a line. The caller owns the stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __call__(self, request: RoutingRequest, snapshot: ClusterSnapshot, seed: int, decision: Decision) -> None:
+        record = DecisionRecord(request=request, snapshot=snapshot, seed=seed, decision=decision)
+        self._stream.write(json.dumps(asdict(record), default=_to_json, separators=(",", ":")) + "\n")
+
+
+def read_records(lines: Iterable[str]) -> Iterator[DecisionRecord]:
+    """Records in order; raises ValueError naming the line that is none."""
+    for number, line in enumerate(lines, 1):
+        try:
+            yield _record(json.loads(line))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"line {number} is no decision record: {error}") from error
+
+
+def replay(records: Iterable[DecisionRecord], policy: Policy) -> Iterator[tuple[DecisionRecord, Decision]]:
+    """Each record with the decision that `policy` makes of it now; an unchanged policy gives the recorded one."""
+    for record in records:
+        yield record, policy.choose(record.request, record.snapshot, record.seed)
+
+
+def _to_json(value: object) -> object:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, frozenset):
+        return sorted(value)
+    raise TypeError(f"no JSON for {type(value).__name__}")
+
+
+def _record(fields: dict[str, Any]) -> DecisionRecord:
+    request = fields["request"]
+    request["block_keys"] = tuple(map(bytes.fromhex, request["block_keys"]))
+    request["excluded_replicas"] = frozenset(request["excluded_replicas"])
+    replicas = []
+    for replica in fields["snapshot"]["replicas"]:
+        replica["stats"] = ReplicaStats(**replica["stats"])
+        replicas.append(ReplicaSnapshot(**replica))
+    decision = fields["decision"]
+    candidates = []
+    for candidate in decision["candidates"]:
+        candidate["terms"] = tuple((name, value) for name, value in candidate["terms"])
+        candidates.append(CandidateScore(**candidate))
+    decision["candidates"] = tuple(candidates)
+    return DecisionRecord(
+        request=RoutingRequest(**request),
+        snapshot=ClusterSnapshot(now_s=fields["snapshot"]["now_s"], replicas=tuple(replicas)),
+        seed=fields["seed"],
+        decision=Decision(**decision),
+    )
