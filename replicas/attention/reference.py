@@ -1,0 +1,56 @@
+"""Attention over block tables in plain torch: any device, any dtype, made to be read and to be compared against."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcache.spec import KVLayout
+from replicas.attention.backend import LayerCall
+from replicas.step_tensors import StepTensors
+
+
+class ReferenceAttention:
+    """Goes request by request and gathers that request's blocks only; scores and softmax in float32."""
+
+    name = "reference"
+    layout = KVLayout("thd", "thd")
+
+    def attend(
+        self,
+        call: LayerCall,
+        q_HTD: torch.Tensor,
+        k_KTD: torch.Tensor,
+        v_KTD: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        step: StepTensors,
+    ) -> torch.Tensor:
+        k_cache, v_cache = kv
+        k_cache.flatten(0, 1)[step.slots_T] = k_KTD.transpose(0, 1)
+        v_cache.flatten(0, 1)[step.slots_T] = v_KTD.transpose(0, 1)
+        block_size = k_cache.shape[1]
+        out_THD = q_HTD.new_empty(q_HTD.shape[1], call.num_heads, call.v_dim)
+        starts, contexts = step.query_starts_R1.tolist(), step.context_lens_R.tolist()
+        for request, context_len in enumerate(contexts):
+            rows = slice(starts[request], starts[request + 1])
+            table = step.block_tables_RM[request, : -(-context_len // block_size)]
+            k_CKD = k_cache[table].flatten(0, 1)[:context_len]
+            v_CKD = v_cache[table].flatten(0, 1)[:context_len]
+            out_THD[rows] = attend_one(call, q_HTD[:, rows], k_CKD, v_CKD)
+        return out_THD
+
+
+def attend_one(call: LayerCall, q_HTD: torch.Tensor, k_CKD: torch.Tensor, v_CKD: torch.Tensor) -> torch.Tensor:
+    """Attention of one request's T newest tokens over its C tokens of context, the T included. Returns [T, H, D]."""
+    num_new, context_len = q_HTD.shape[1], k_CKD.shape[0]
+    group = call.num_heads // call.num_kv_heads
+    q_KGTD = q_HTD.float().unflatten(0, (call.num_kv_heads, group))
+    scores = torch.einsum("kgtd,ckd->kgtc", q_KGTD, k_CKD.float()) * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    position_T1 = torch.arange(context_len - num_new, context_len, device=q_HTD.device)[:, None]
+    position_C = torch.arange(context_len, device=q_HTD.device)
+    visible_TC = position_C <= position_T1
+    if call.window is not None:
+        visible_TC &= position_C > position_T1 - call.window
+    weights = scores.masked_fill(~visible_TC, float("-inf")).softmax(dim=-1)
+    return torch.einsum("kgtc,ckd->tkgd", weights, v_CKD.float()).flatten(1, 2).to(q_HTD.dtype)

@@ -1,0 +1,50 @@
+"""Attention on CUDA through torch's variable-length kernel with block tables (FlashAttention, arXiv 2307.08691)."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcache.spec import KVLayout
+from replicas.attention.backend import LayerCall
+from replicas.step_tensors import StepTensors
+
+
+class VarlenCudaAttention:
+    """float16 and bfloat16 without softcap. Which block sizes the kernel takes depends on the device: try it first."""
+
+    name = "varlen_cuda"
+    layout = KVLayout("thd", "thd")
+    dtypes = (torch.float16, torch.bfloat16)
+
+    def __init__(self) -> None:
+        from torch.nn.attention.varlen import varlen_attn  # needs CUDA builds' kernels, so only imported where chosen
+
+        self._varlen_attn = varlen_attn
+
+    def attend(
+        self,
+        call: LayerCall,
+        q_HTD: torch.Tensor,
+        k_KTD: torch.Tensor,
+        v_KTD: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        step: StepTensors,
+    ) -> torch.Tensor:
+        k_cache, v_cache = kv
+        k_cache.flatten(0, 1)[step.slots_T] = k_KTD.transpose(0, 1)
+        v_cache.flatten(0, 1)[step.slots_T] = v_KTD.transpose(0, 1)
+        out_THD: torch.Tensor = self._varlen_attn(
+            q_HTD.transpose(0, 1).contiguous(),
+            k_cache,
+            v_cache,
+            step.query_starts_R1,
+            None,
+            step.max_query_len,
+            step.max_context_len,
+            scale=call.scale,
+            window_size=(-1 if call.window is None else call.window - 1, 0),
+            enable_gqa=call.num_heads != call.num_kv_heads,
+            seqused_k=step.context_lens_R,
+            block_table=step.block_tables_RM,
+        )
+        return out_THD

@@ -1,0 +1,172 @@
+"""The continuous-batching engine: schedule, run, sample, postprocess. Synchronous; `AsyncEngine` gives it a thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from replicas.async_engine import KVChanges
+from replicas.engine_config import EngineConfig
+from replicas.model_description import ModelDescription
+from replicas.model_runner import ModelRunner
+from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
+from replicas.sampler import SampledTokens, Sampler
+from replicas.sampling_state import SamplingState
+from replicas.scheduler import Scheduler
+from replicas.stats import ReplicaStats
+from replicas.step_plan import StepPlan
+from replicas.step_statistics import StepStatistics
+from replicas.step_tensors import StepTensors
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Owns one model's scheduler, runner and sampler. Not thread-safe: one thread makes all calls.
+
+    Every accepted request ends with exactly one progress that has a finish reason, whatever happens to its step.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        sampler: Sampler,
+        description: ModelDescription,
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.description = description
+        self.scheduler = scheduler
+        self._runner = runner
+        self._sampler = sampler
+        self._device = device
+        self._clock = clock
+        self._sampling: dict[RequestKey, SamplingState] = {}
+        self._statistics = StepStatistics()
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Engine:
+        """Loads the model and sizes everything. Raises ValueError (UnsupportedModel among them) naming the fix."""
+        from replicas.engine_loader import load_engine
+
+        return load_engine(config)
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.description.tokenizer_source
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Accepts a request for the next steps. Raises RequestRejected when it can never be served here."""
+        vocab_size = self.description.vocab_size
+        for name, ids in (("prompt_ids", request.prompt_ids), ("stop_token_ids", request.params.stop_token_ids)):
+            bad = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
+            if bad is not None:
+                raise RequestRejected(f"{name} holds {bad}; token ids are from 0 to {vocab_size - 1}")
+        if request.adapter_id is not None:
+            raise RequestRejected(f"adapter_id is {request.adapter_id!r}, but this engine has no adapters")
+        self.scheduler.add(request)
+        self._sampling[request.key] = SamplingState(
+            request.params,
+            request.seed,
+            request.choice,
+            request.prompt_ids,
+            request.output_ids,
+            self.scheduler.config.eos_token_ids,
+        )
+
+    def cancel(self, key: RequestKey) -> bool:
+        """Frees the request's blocks at once; the next step reports it as cancelled. False when it already ended."""
+        is_cancelled = self.scheduler.cancel(key)
+        if is_cancelled:
+            del self._sampling[key]
+        return is_cancelled
+
+    def step(self) -> StepOutput:
+        """Computes one budget of tokens. A step that fails takes its own requests with it and no others."""
+        start_s = self._clock()
+        plan = self.scheduler.schedule()
+        if not plan.chunks:
+            output = StepOutput(progress=tuple(self.scheduler.take_ended()), num_preemptions=plan.num_preemptions)
+            self._statistics.add(output)
+            return output
+        try:
+            sampled = self._run(plan)
+        except (RuntimeError, MemoryError) as error:  # what torch raises for a failed kernel or no memory
+            logger.exception("a step of %d requests failed", len(plan.chunks))
+            progress = self.scheduler.fail_step(plan, f"the engine step failed: {error}")
+        else:
+            progress = self.scheduler.update(plan, [[token_id] for token_id in sampled.token_ids], sampled.errors)
+            progress = self._with_logprobs(plan, sampled, progress)
+        self._follow(progress)
+        num_prefill = plan.num_prefill_tokens
+        output = StepOutput(
+            progress=tuple(progress),
+            num_prefill_tokens=num_prefill,
+            num_decode_tokens=plan.num_tokens - num_prefill,
+            num_preemptions=plan.num_preemptions,
+            step_s=self._clock() - start_s,
+        )
+        self._statistics.add(output)
+        return output
+
+    def stats(self) -> ReplicaStats:
+        scheduler = self.scheduler
+        pool = scheduler.pool.statistics()
+        running, waiting = scheduler.running, scheduler.waiting
+        return replace(
+            self._statistics.snapshot(),
+            num_running=len(running),
+            num_waiting=len(waiting),
+            num_uncomputed_tokens=sum(s.num_uncomputed_tokens for s in running if not s.is_decoding)
+            + sum(s.num_uncomputed_tokens for s in waiting),
+            num_context_tokens=sum(s.num_computed_tokens for s in running),
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+        )
+
+    def kv_changes(self, since: int | None) -> KVChanges:
+        """Prefix-cache events from number `since`; the full state when they are gone or `since` is None."""
+        log = self.scheduler.pool.events
+        if since is not None and (events := log.since(since)) is not None:
+            return KVChanges(first_event=since, events=events, is_full_state=False)
+        return KVChanges(first_event=log.next_number, events=self.scheduler.pool.stored_blocks(), is_full_state=True)
+
+    def close(self) -> None:
+        """Ends all requests without reporting them; the engine cannot be used again."""
+        for key in list(self._sampling):
+            self.cancel(key)
+
+    def _run(self, plan: StepPlan) -> SampledTokens:
+        step = StepTensors.of(plan, self.description.block_size, self._device)
+        logits_NV = self._runner.forward(step)
+        return self._sampler.sample(logits_NV, [self._sampling[c.state.request.key] for c in plan.chunks if c.samples])
+
+    def _with_logprobs(self, plan: StepPlan, sampled: SampledTokens, progress: list[RequestProgress]) -> list[RequestProgress]:
+        keys = [c.state.request.key for c in plan.chunks if c.samples]
+        logprobs = {key: found for key, found in zip(keys, sampled.logprobs, strict=True) if found is not None}
+        if not logprobs:
+            return progress
+        return [replace(p, logprobs=(logprobs[p.key],)) if p.token_ids and p.key in logprobs else p for p in progress]
+
+    def _follow(self, progress: list[RequestProgress]) -> None:
+        """Moves the sampling states to where the scheduler's requests are now."""
+        for item in progress:
+            state = self._sampling.get(item.key)
+            if state is None or item.finish_reason is FinishReason.CANCELLED:
+                continue  # cancelled before the step; a newer attempt may already own the key
+            if item.finish_reason is not None:
+                del self._sampling[item.key]
+            else:
+                for token_id in item.token_ids:
+                    state.append(token_id)

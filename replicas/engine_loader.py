@@ -1,0 +1,203 @@
+"""From an EngineConfig to a running Engine: load, probe, size, check. Every choice is logged with its reason."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Mapping
+
+import torch
+
+from kvcache.block_pool import BlockPool
+from kvcache.hashing import CacheIdentity
+from kvcache.prefix_cache import BlockKeyChain
+from kvcache.tensors import KVTensors, bytes_per_token
+from replicas.attention.backend import AttentionBackend, LayerCall
+from replicas.attention.selection import select_backend
+from replicas.engine import Engine
+from replicas.engine_config import EngineConfig
+from replicas.kv_sizing import KVSize, cpu_budget_bytes, size_kv
+from replicas.model_description import ModelDescription
+from replicas.model_loader import LoadedModel, load_model
+from replicas.model_runner import TransformersRunner, kv_groups, probe_layers, transformers_logits
+from replicas.model_support import UnsupportedModel
+from replicas.request import GenerationRequest
+from replicas.request_state import RequestState
+from replicas.sampler import Sampler
+from replicas.sampling_params import SamplingParams
+from replicas.scheduler import Scheduler, SchedulerConfig
+from replicas.step_plan import ScheduledChunk, StepPlan
+from replicas.step_tensors import StepTensors
+
+logger = logging.getLogger(__name__)
+
+MIN_BUDGET_TOKENS, MAX_BUDGET_TOKENS = 128, 8192
+CHECK_TOKENS = 48
+CHECK_TOLERANCE = {torch.float32: 1e-3}
+"""Greatest mean difference of logits from transformers' own, in standard deviations of the logits."""
+CHECK_TOLERANCE_HALF = 0.15
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Raises ValueError with one line that names the fix."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    loaded = load_model(config)
+    calls = probe_layers(loaded.model)
+    backend = select_backend(config.attention_backend, calls.values(), loaded.dtype, loaded.device)
+    size = _size(config, loaded, calls)
+    kv = KVTensors(
+        kv_groups(calls),
+        layout=backend.layout,
+        num_blocks=size.num_blocks,
+        block_size=config.block_size,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+    runner = TransformersRunner(loaded.model, backend, kv)
+    dry_run = _DryRun(runner, loaded, config.block_size, size)
+    _check_equals_transformers(loaded, dry_run)
+    budget = config.max_num_batched_tokens or dry_run.budget_for(config.max_step_s, config.max_num_seqs)
+    _log_choices(config, loaded, size, budget, backend, calls)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=size.max_model_len,
+            eos_token_ids=loaded.eos_token_ids,
+            enable_prefix_caching=config.enable_prefix_caching,
+            weights_version=config.weights_version,
+        ),
+        BlockPool(size.num_blocks, config.block_size),
+    )
+    description = ModelDescription(
+        max_model_len=size.max_model_len,
+        vocab_size=loaded.vocab_size,
+        block_size=config.block_size,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        tokenizer_source=loaded.source,
+        weights_version=config.weights_version,
+    )
+    # What was made so far stays for good: keeping it out of collections spares each of them the walk over the model.
+    gc.collect()
+    gc.freeze()
+    return Engine(
+        scheduler=scheduler, runner=runner, sampler=Sampler(loaded.vocab_size), description=description, device=loaded.device
+    )
+
+
+def _size(config: EngineConfig, loaded: LoadedModel, calls: Mapping[int, LayerCall]) -> KVSize:
+    if loaded.device.type == "cuda":
+        budget_bytes, reason = _cuda_budget_bytes(config, loaded)
+    else:
+        budget_bytes, reason = cpu_budget_bytes(config.kv_cache_bytes)
+    return size_kv(
+        budget_bytes=budget_bytes,
+        budget_reason=reason,
+        bytes_per_token=bytes_per_token(kv_groups(calls), loaded.dtype),
+        block_size=config.block_size,
+        wanted_len=config.max_model_len,
+        max_positions=loaded.max_positions,
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+def _cuda_budget_bytes(config: EngineConfig, loaded: LoadedModel) -> tuple[int, str]:
+    """What `gpu_memory_utilization` leaves after the weights and the activations of a full step."""
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes, "kv_cache_bytes"
+    num_tokens = config.max_num_batched_tokens or MAX_BUDGET_TOKENS
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    probe_layers(loaded.model, num_tokens)
+    activations = torch.cuda.max_memory_allocated(loaded.device) - before
+    free, total = torch.cuda.mem_get_info(loaded.device)
+    budget = int(total * config.gpu_memory_utilization) - (total - free) - activations
+    reason = f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / 2**30:.1f} GiB after weights and activations"
+    return max(budget, 0), reason
+
+
+class _DryRun:
+    """Steps outside any scheduler, on blocks that hold nothing yet."""
+
+    def __init__(self, runner: TransformersRunner, loaded: LoadedModel, block_size: int, size: KVSize) -> None:
+        self._runner, self._loaded, self._block_size = runner, loaded, block_size
+        self.max_tokens = min(size.max_model_len, size.num_blocks * block_size)
+
+    def token_ids(self, num_tokens: int) -> list[int]:
+        """Spread over the vocabulary, the same each time."""
+        return [(7919 * i + 13) % self._loaded.vocab_size for i in range(num_tokens)]
+
+    def logits(self, token_ids: list[int], chunk_ends: list[int]) -> torch.Tensor:
+        """Runs one sequence in chunks that end at `chunk_ends`; the logits [len(chunk_ends), V] of each chunk's last token."""
+        request = GenerationRequest(request_id="dry-run", prompt_ids=tuple(token_ids), params=SamplingParams(), seed=0)
+        chain = BlockKeyChain(CacheIdentity(), self._block_size)
+        state = RequestState(request, arrival_number=0, chain=chain, stop_token_ids=frozenset(), max_num_tokens=len(token_ids))
+        state.block_ids = list(range(-(-len(token_ids) // self._block_size)))
+        rows: list[torch.Tensor] = []
+        start = 0
+        for end in chunk_ends:
+            chunk = ScheduledChunk(state=state, start=start, num_tokens=end - start, samples=True, is_prefill=True)
+            step = StepTensors.of(StepPlan(chunks=(chunk,)), self._block_size, self._loaded.device)
+            rows.append(self._runner.forward(step))
+            start = end
+        return torch.cat(rows)
+
+    def budget_for(self, max_step_s: float, max_num_seqs: int) -> int:
+        """Tokens that a prefill step computes within `max_step_s`, measured; never so few that decodes starve prefill."""
+        num_tokens, best = min(64, self.max_tokens), 1
+        self._step_s(num_tokens)  # the first steps at a size pay for allocations and caches
+        while True:
+            elapsed_s = min(self._step_s(num_tokens), self._step_s(num_tokens))
+            best = max(best, int(num_tokens * max_step_s / elapsed_s))
+            if elapsed_s > max_step_s / 2 or 2 * num_tokens > min(self.max_tokens, MAX_BUDGET_TOKENS):
+                break
+            num_tokens *= 2
+        rounded = best // self._block_size * self._block_size
+        return max(min(rounded, MAX_BUDGET_TOKENS), MIN_BUDGET_TOKENS, 2 * max_num_seqs)
+
+    def _step_s(self, num_tokens: int) -> float:
+        self._sync()
+        start_s = time.monotonic()
+        self.logits(self.token_ids(num_tokens), [num_tokens])
+        self._sync()
+        return time.monotonic() - start_s
+
+    def _sync(self) -> None:
+        if self._loaded.device.type == "cuda":
+            torch.cuda.synchronize(self._loaded.device)
+
+
+def _check_equals_transformers(loaded: LoadedModel, dry_run: _DryRun) -> None:
+    """Compares chunked paged logits with transformers' own on one short sequence; refuses a model that differs."""
+    num_tokens = min(CHECK_TOKENS, dry_run.max_tokens, loaded.max_positions or CHECK_TOKENS)
+    token_ids = dry_run.token_ids(num_tokens)
+    ends = sorted({max(1, num_tokens // 3), num_tokens - 1, num_tokens})
+    expected_TV = transformers_logits(loaded.model, torch.tensor(token_ids, device=loaded.device))
+    found_NV = dry_run.logits(token_ids, ends)
+    expected_NV = expected_TV[[end - 1 for end in ends]]
+    difference = float((found_NV - expected_NV).abs().mean() / expected_NV.std())
+    allowed = CHECK_TOLERANCE.get(loaded.dtype, CHECK_TOLERANCE_HALF)
+    logger.info("self-check against transformers: mean difference %.1e of the logits' deviation (allowed %.0e)", difference, allowed)
+    if not difference <= allowed:
+        raise UnsupportedModel(
+            f"model type {loaded.model.config.model_type!r}: paged attention does not reproduce its logits "
+            f"(difference {difference:.2g}, allowed {allowed:.2g}); it uses something that this engine does not know"
+        )
+
+
+def _log_choices(
+    config: EngineConfig, loaded: LoadedModel, size: KVSize, budget: int, backend: AttentionBackend, calls: Mapping[int, LayerCall]
+) -> None:
+    per_token = bytes_per_token(kv_groups(calls), loaded.dtype)
+    num_tokens = size.num_blocks * config.block_size
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.2f GiB (%d bytes a token in %s): %s",
+        size.num_blocks, config.block_size, num_tokens * per_token / 2**30, per_token, loaded.dtype, size.reason,
+    )  # fmt: skip
+    reason = "configured" if config.max_num_batched_tokens else f"measured to keep a step under {config.max_step_s} s"
+    logger.info(
+        "max_model_len %d: room for %.1f such requests at once; max_num_seqs %d; %d tokens a step (%s); attention %s; %d threads",
+        size.max_model_len, num_tokens / size.max_model_len, config.max_num_seqs, budget, reason, backend.name, torch.get_num_threads(),
+    )  # fmt: skip

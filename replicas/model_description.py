@@ -1,0 +1,20 @@
+"""What a loaded engine says about its model, for whoever makes requests to it. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """Facts that stay true for as long as the replicas of one deployment live."""
+
+    max_model_len: int
+    """Most tokens of prompt plus output."""
+    vocab_size: int
+    """Token ids are below this."""
+    block_size: int
+    dtype: str
+    tokenizer_source: str
+    """Folder or Hugging Face id of the tokenizer."""
+    weights_version: str = ""

@@ -1,0 +1,109 @@
+"""Loads any transformers causal language model, with dtype and device resolved."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from replicas.default_model import prepare_default_model
+from replicas.engine_config import EngineConfig
+from replicas.model_support import UnsupportedModel, check_supported
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model on its device, and what the engine must know of it."""
+
+    model: PreTrainedModel
+    source: str
+    """Folder or Hugging Face id; the tokenizer comes from there too."""
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    max_positions: int | None
+    eos_token_ids: frozenset[int]
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Raises UnsupportedModel for what cannot be served, ValueError for what cannot be found; each names the fix."""
+    source = config.model or str(prepare_default_model())
+    hf_config = _load_config(source, config.trust_remote_code)
+    check_supported(hf_config)
+    device = resolve_device(config.device)
+    dtype, reason = resolve_dtype(config.dtype, getattr(hf_config, "dtype", None), device)
+    logger.info("dtype %s on %s: %s", str(dtype).removeprefix("torch."), device, reason)
+    start_s = time.monotonic()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, trust_remote_code=config.trust_remote_code, attn_implementation="eager"
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise UnsupportedModel(f"cannot load {source}: {_first_line(error)}") from error
+    model = model.to(device).eval().requires_grad_(False)
+    logger.info("loaded %s (%s) in %.1f s", source, type(model).__name__, time.monotonic() - start_s)
+    text_config = model.config.get_text_config(decoder=True)
+    return LoadedModel(
+        model=model,
+        source=source,
+        dtype=dtype,
+        device=device,
+        vocab_size=int(text_config.vocab_size),
+        max_positions=getattr(text_config, "max_position_embeddings", None),
+        eos_token_ids=_eos_token_ids(model),
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda' but torch sees no CUDA device; use 'cpu' or 'auto', or install a CUDA build of torch")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype to compute in, and why."""
+    if name != "auto":
+        return getattr(torch, name), "as configured"
+    if checkpoint in (None, torch.float32):
+        return torch.float32, "the checkpoint's own"
+    assert checkpoint is not None
+    short = str(checkpoint).removeprefix("torch.")
+    if device.type == "cuda":
+        if checkpoint is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            return torch.float16, "the checkpoint is bfloat16, which this GPU does not compute in"
+        return checkpoint, "the checkpoint's own"
+    if checkpoint is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16, "the checkpoint's own, and this CPU multiplies in it"
+    return torch.float32, f"the checkpoint is {short}, which this CPU does not multiply in"
+
+
+def _load_config(source: str, trust_remote_code: bool) -> Any:
+    looks_like_path = source.startswith((".", "/", "~"))
+    if looks_like_path and not Path(source).expanduser().is_dir():
+        raise ValueError(f"model folder {source} does not exist; give a folder with config.json, or a Hugging Face id")
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load model {source!r}: {_first_line(error)}; give a folder or a Hugging Face id that can be reached") from error
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    generation_config: GenerationConfig | None = model.generation_config
+    for eos in (generation_config and generation_config.eos_token_id, model.config.get_text_config(decoder=True).eos_token_id):
+        if eos is not None:
+            return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

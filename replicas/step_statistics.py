@@ -1,0 +1,62 @@
+"""Counters and measured rates of an engine, from the outputs of its steps. Free of torch."""
+
+from __future__ import annotations
+
+from replicas.request import FinishReason, StepOutput
+from replicas.stats import ReplicaStats
+
+SMOOTHING = 0.2
+
+
+class StepStatistics:
+    """Owns what only grows (counters) and what is smoothed (rates): an exponentially weighted mean over steps."""
+
+    def __init__(self) -> None:
+        self._prefill_tokens_per_s: float | None = None
+        self._decode_step_s: float | None = None
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_generated_tokens = 0
+        self._num_preemptions = 0
+        self._num_ended = dict.fromkeys(FinishReason, 0)
+
+    def add(self, output: StepOutput) -> None:
+        self._num_preemptions += output.num_preemptions
+        for progress in output.progress:
+            self._num_generated_tokens += len(progress.token_ids)
+            if progress.finish_reason is not None:
+                self._num_ended[progress.finish_reason] += 1
+                self._num_cached_tokens += progress.num_cached_tokens
+        num_tokens = output.num_prefill_tokens + output.num_decode_tokens
+        if num_tokens == 0:
+            return
+        self._num_steps += 1
+        self._num_prompt_tokens += output.num_prefill_tokens
+        if output.step_s <= 0:
+            return
+        if output.num_prefill_tokens == 0:
+            self._decode_step_s = _smooth(self._decode_step_s, output.step_s)
+        elif output.num_prefill_tokens >= 4 * output.num_decode_tokens:
+            # A step with few prefill tokens costs about what its decodes cost, and says nothing of the prefill rate.
+            self._prefill_tokens_per_s = _smooth(self._prefill_tokens_per_s, num_tokens / output.step_s)
+
+    def snapshot(self) -> ReplicaStats:
+        """Counters and rates; load and blocks are left at their defaults."""
+        ended = self._num_ended
+        return ReplicaStats(
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+            decode_step_s=self._decode_step_s,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_preemptions=self._num_preemptions,
+            num_finished=ended[FinishReason.STOP] + ended[FinishReason.LENGTH],
+            num_cancelled=ended[FinishReason.CANCELLED],
+            num_failed=ended[FinishReason.FAILED],
+        )
+
+
+def _smooth(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + SMOOTHING * (value - mean)
