@@ -1,0 +1,80 @@
+"""One line per HTTP request: who asked for what, what it cost and how it ended. Never its text, unless asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+
+logger = logging.getLogger("manta.access")
+
+
+@dataclass(slots=True, kw_only=True)
+class AccessRecord:
+    """Filled in while a request is served; times are seconds of one monotonic clock."""
+
+    request_id: str
+    method: str
+    path: str
+    started_s: float
+    tenant: str = "default"
+    user: str | None = None
+    response_id: str | None = None
+    model: str | None = None
+    status: int | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    queue_s: float | None = None
+    """From arrival to the router's decision."""
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    finish_reasons: list[str] = field(default_factory=list)
+    replicas: list[str] = field(default_factory=list)
+    """Every replica that served a part of it, in order of first use."""
+    num_failovers: int = 0
+    error: str | None = None
+    prompt: object = None
+    """Set only when the configuration asks for prompts in the log."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.started_s
+
+    @property
+    def duration_s(self) -> float | None:
+        return None if self.finished_s is None else self.finished_s - self.started_s
+
+    def note_replica(self, replica_id: str) -> None:
+        if replica_id not in self.replicas:
+            self.replicas.append(replica_id)
+
+
+def log_access(record: AccessRecord) -> None:
+    """Writes the record as one line of JSON."""
+    line = {
+        "request_id": record.request_id,
+        "method": record.method,
+        "path": record.path,
+        "status": record.status,
+        "tenant": record.tenant,
+        "user": record.user,
+        "response_id": record.response_id,
+        "model": record.model,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": record.num_cached_tokens,
+        "output_tokens": record.num_output_tokens,
+        "queue_ms": _milliseconds(record.queue_s),
+        "ttft_ms": _milliseconds(record.ttft_s),
+        "duration_ms": _milliseconds(record.duration_s),
+        "finish_reason": ",".join(record.finish_reasons) or None,
+        "replica": ",".join(record.replicas) or None,
+        "failovers": record.num_failovers or None,
+        "error": record.error,
+        "prompt": record.prompt,
+    }
+    logger.info("%s", json.dumps({name: value for name, value in line.items() if value is not None}, ensure_ascii=False))
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 1)

@@ -1,0 +1,56 @@
+"""What the gateway needs from the rest of the cluster. Serve implements it with actors, tests with an engine in process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from replicas.model_description import ModelDescription
+from replicas.request import GenerationRequest, RequestProgress
+from router.snapshot import Decision, Rejection, RoutingRequest
+
+
+class ReplicaGone(Exception):
+    """The chosen replica died, is unreachable, or left before it took the request. Another decision may succeed.
+
+    Not raised when the engine itself refuses or fails a request: those are RequestRejected and a FAILED progress.
+    """
+
+    def __init__(self, replica_id: str, reason: str) -> None:
+        super().__init__(f"replica {replica_id} is gone: {reason}")
+        self.replica_id = replica_id
+
+
+class RouterGone(Exception):
+    """The router died or did not answer. It is restarted and rebuilt from reports within seconds."""
+
+
+class Backend(Protocol):
+    """Routes and runs requests. Every `acquire` is followed by one `release`, whatever came of it."""
+
+    async def describe(self, model: str) -> ModelDescription:
+        """Facts of a model's engines; waits until one replica has loaded. Raises ReplicaGone."""
+        ...
+
+    async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
+        """Waits in the router's queue. Cancelling the call leaves the queue. Raises RouterGone."""
+        ...
+
+    def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+        """Streams one choice from exactly that replica. Closing the iterator cancels the request there.
+
+        Raises ReplicaGone, RequestRejected.
+        """
+        ...
+
+    def release(self, request_id: str, num_output_tokens: int) -> None:
+        """The request has ended, was cancelled or never got its decision. Does not block; unknown ids are ignored."""
+        ...
+
+    def report_gone(self, replica_id: str) -> None:
+        """Tells the router at once what silence would tell it later. Does not block."""
+        ...
+
+    async def describe_router(self) -> dict[str, Any]:
+        """The router's own view, for /debug/router."""
+        ...

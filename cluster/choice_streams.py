@@ -1,0 +1,205 @@
+"""Runs every choice of one HTTP request on its replica and merges what they say into one stream of text.
+
+A replica that dies is replaced: the choice goes on elsewhere from its journal, and its reader notices only a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from cluster.access_log import AccessRecord
+from cluster.backend import Backend, ReplicaGone, RouterGone
+from cluster.errors import GenerationFailed, Overloaded, Unavailable
+from cluster.prepared_generation import PreparedGeneration, routing_request
+from cluster.served_model import ServedModel
+from cluster.stream_journal import StreamJournal
+from replicas.request import FinishReason, GenerationRequest, TokenLogprob
+from replicas.text.text_stream import TextStream
+from router.snapshot import Decision, Rejection, RoutingRequest
+
+logger = logging.getLogger(__name__)
+
+_QUEUE_SIZE = 256  # messages a slow reader may be behind before its replicas' streams wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceDelta:
+    """What one choice adds to the answer. The last one of each choice, and only it, has a `finish_reason`."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailoverPolicy:
+    """How hard a request is kept alive."""
+
+    max_attempts: int = 3
+    """Replicas one choice may be started on; it is refused after that many deaths."""
+    router_timeout_s: float = 10.0
+    """How long a request waits for a dead router to come back."""
+
+
+class ChoiceStreams:
+    """Use as an async context manager and iterate once. Leaving it cancels whatever still runs, on every replica.
+
+    Iterating raises Overloaded, Unavailable, GenerationFailed, or RequestRejected.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedGeneration,
+        model: ServedModel,
+        backend: Backend,
+        record: AccessRecord,
+        policy: FailoverPolicy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._prepared = prepared
+        self._model = model
+        self._backend = backend
+        self._record = record
+        self._policy = policy
+        self._clock = clock
+        self._queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(_QUEUE_SIZE)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> ChoiceStreams:
+        self._tasks = [
+            asyncio.create_task(self._run_prompt(request, position), name=request.request_id)
+            for position, request in enumerate(self._prepared.requests)
+        ]
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
+        num_open = self._prepared.num_choices
+        while num_open:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item.token_ids and self._record.first_token_s is None:
+                self._record.first_token_s = self._clock()
+            self._record.num_output_tokens += len(item.token_ids)
+            if item.finish_reason is not None:
+                num_open -= 1
+                self._record.finish_reasons.append(item.finish_reason.value)
+            yield item
+
+    async def _run_prompt(self, request: GenerationRequest, position: int) -> None:
+        """One prompt: one decision, then all its choices. Any failure goes to the reader as an item."""
+        first_index = position * self._prepared.params.n
+        emitted: list[StreamJournal] = []
+        try:
+            decision = await self._acquire(request, num_choices=self._prepared.params.n, excluded=frozenset())
+            if self._record.queue_s is None:
+                self._record.queue_s = self._clock() - self._record.started_s
+            async with asyncio.TaskGroup() as group:
+                for choice in range(self._prepared.params.n):
+                    journal = StreamJournal(replace(request, choice=choice))
+                    emitted.append(journal)
+                    group.create_task(self._run_choice(journal, first_index + choice, decision.replica_id))
+        except* Exception as errors:  # noqa: BLE001 - passed on: the reader raises it
+            await self._queue.put(_first(errors))
+        finally:
+            self._backend.release(request.request_id, sum(journal.num_tokens for journal in emitted))
+
+    async def _run_choice(self, journal: StreamJournal, index: int, replica_id: str) -> None:
+        request = journal.current_request()
+        text = TextStream(self._model.tokenizer, request.params, request.output_ids)
+        leases: list[str] = []
+        gone: set[str] = set()
+        try:
+            while True:
+                try:
+                    if await self._follow(journal, text, index, replica_id):
+                        return
+                except ReplicaGone as error:
+                    gone.add(error.replica_id)
+                    self._backend.report_gone(error.replica_id)
+                    if len(gone) >= self._policy.max_attempts:
+                        raise Unavailable("the replicas serving this request died, one after the other") from error
+                    logger.warning("request %s choice %d: %s; going on from token %d", request.request_id, index, error, journal.num_tokens)
+                    self._record.num_failovers += 1
+                resend = journal.begin_attempt()
+                lease = replace(resend, request_id=f"{resend.request_id}-{resend.choice}-{resend.attempt}")
+                leases.append(lease.request_id)
+                replica_id = (await self._acquire(lease, num_choices=1, excluded=frozenset(gone))).replica_id
+        finally:
+            for lease_id in leases:
+                self._backend.release(lease_id, journal.num_tokens)
+
+    async def _follow(self, journal: StreamJournal, text: TextStream, index: int, replica_id: str) -> bool:
+        """Streams from one replica until the choice is finished. Raises ReplicaGone when that replica cannot go on."""
+        self._record.note_replica(replica_id)
+        async with aclosing(self._backend.generate(self._model.name, replica_id, journal.current_request())) as stream:
+            async for progress in stream:
+                if not journal.try_record(progress):
+                    continue
+                if progress.finish_reason is FinishReason.FAILED:
+                    raise GenerationFailed(progress.error or "the engine could not finish the request")
+                is_cut = progress.finish_reason is FinishReason.CANCELLED
+                delta = text.push(replace(progress, finish_reason=None) if is_cut else progress)
+                self._record.num_cached_tokens = max(self._record.num_cached_tokens, progress.num_cached_tokens)
+                if delta.text or delta.token_ids or delta.finish_reason is not None:
+                    await self._queue.put(
+                        ChoiceDelta(
+                            index=index,
+                            text=delta.text,
+                            token_ids=tuple(delta.token_ids),
+                            logprobs=tuple(delta.logprobs),
+                            finish_reason=delta.finish_reason,
+                            stop_reason=delta.stop_reason,
+                        )
+                    )
+                if delta.finish_reason is not None:
+                    return True
+                if is_cut:
+                    raise ReplicaGone(replica_id, "it stopped the request")
+        raise ReplicaGone(replica_id, "its stream ended early")
+
+    async def _acquire(self, request: GenerationRequest, *, num_choices: int, excluded: frozenset[str]) -> Decision:
+        facts = self._model.description
+        routing = routing_request(
+            self._model.name, request, block_size=facts.block_size, weights_version=facts.weights_version, num_choices=num_choices
+        )
+        routing = replace(routing, excluded_replicas=excluded)
+        answer = await self._ask_router(routing)
+        if isinstance(answer, Rejection):
+            if answer.is_unavailable:
+                raise Unavailable(answer.reason, answer.retry_after_s)
+            raise Overloaded(answer.reason, answer.retry_after_s)
+        return answer
+
+    async def _ask_router(self, request: RoutingRequest) -> Decision | Rejection:
+        """A dead router is asked again until it is back: queued requests are resubmitted by whoever made them."""
+        deadline_s = self._clock() + self._policy.router_timeout_s
+        pause_s = 0.1
+        while True:
+            try:
+                return await self._backend.acquire(request)
+            except RouterGone as error:
+                if self._clock() + pause_s > deadline_s:
+                    raise Unavailable("the router is restarting") from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
+    """The first error inside nested groups: the reader can answer with one only."""
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

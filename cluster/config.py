@@ -1,0 +1,193 @@
+"""From the args of `ray_config.yaml` to frozen configurations, and the one reader of the environment.
+
+Models of the args are made from the frozen classes themselves, so that a field, its default and its meaning are written
+once. Every fault becomes one line that names the key and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from cluster.gateway_config import GatewayConfig
+from replicas.default_model import DEFAULT_MODEL_NAME
+from replicas.engine_config import EngineConfig
+from router.config import RouterConfig
+
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One served model."""
+
+    name: str = DEFAULT_MODEL_NAME
+    """What clients put into `model`."""
+    num_replicas: int = 1
+    num_cpus: float = 1.0
+    """CPUs that Ray reserves for each replica. The engine's threads are `engine.num_threads`."""
+    num_gpus: float = 0.0
+    """GPUs that Ray reserves for each replica."""
+    engine: EngineConfig = EngineConfig()
+
+    def __post_init__(self) -> None:
+        if not MODEL_NAME.fullmatch(self.name):
+            raise ValueError(f"name must be letters, digits and ._:/- (at most 200), got {self.name!r}")
+        if self.num_replicas < 1:
+            raise ValueError(f"num_replicas must be at least 1, got {self.num_replicas}")
+        if self.num_cpus < 0 or self.num_gpus < 0:
+            raise ValueError(f"num_cpus and num_gpus must be at least 0, got {self.num_cpus} and {self.num_gpus}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Everything that `build` needs."""
+
+    models: tuple[ModelConfig, ...]
+    """At least one; names are unique."""
+    router: RouterConfig = RouterConfig()
+    gateway: GatewayConfig = GatewayConfig()
+
+    def __post_init__(self) -> None:
+        names = [model.name for model in self.models]
+        if not names:
+            raise ValueError("models must name at least one model")
+        if len(set(names)) != len(names):
+            raise ValueError(f"models must have different names, got {', '.join(names)}")
+
+
+class ConfigError(ValueError):
+    """The args cannot be used; the message is one line that names the key and the fix."""
+
+
+class _Args(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+def read_config(args: Mapping[str, Any]) -> ClusterConfig:
+    """The cluster that `args` (the `args:` of the Serve application) describe. Raises ConfigError."""
+    try:
+        parsed = _args_model(ClusterConfig).model_validate(dict(args))
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+    try:
+        config = _to_frozen(ClusterConfig, parsed, "")
+    except ValueError as error:
+        raise ConfigError(f"args: {error}") from error
+    assert isinstance(config, ClusterConfig)
+    for index, model in enumerate(config.models):
+        _check_model_source(f"models[{index}].engine.model", model.engine.model)
+    return config
+
+
+def _check_model_source(key: str, source: str | None) -> None:
+    """A folder must be there and hold a model; anything else must look like a Hugging Face id."""
+    if source is None:
+        return
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"args: {key}: {source} has no config.json; name the folder that holds the model's config.json and weights")
+    elif source.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(source):
+        raise ConfigError(f"args: {key}: folder {source} does not exist; give an existing folder, a Hugging Face id, or leave it out")
+
+
+def _args_model(config_class: type) -> type[_Args]:
+    """A pydantic model with the fields, defaults and nested classes of a frozen dataclass."""
+    hints = get_type_hints(config_class)
+    definitions: dict[str, Any] = {}
+    for field in fields(config_class):
+        hint = _args_type(hints[field.name])
+        if field.default is MISSING and field.default_factory is MISSING:
+            definitions[field.name] = (hint, ...)
+        elif is_dataclass(hints[field.name]):
+            definitions[field.name] = (hint, Field(default_factory=hint))
+        elif field.default_factory is not MISSING:
+            definitions[field.name] = (hint, Field(default_factory=field.default_factory))
+        else:
+            definitions[field.name] = (hint, field.default)
+    return create_model(f"{config_class.__name__}Args", __base__=_Args, **definitions)
+
+
+def _args_type(hint: Any) -> Any:
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _args_model(hint)
+    if hint == tuple[ModelConfig, ...]:
+        return tuple[_args_model(ModelConfig), ...]  # type: ignore[misc]
+    return hint
+
+
+def _to_frozen(config_class: type, parsed: BaseModel, path: str) -> object:
+    """Builds the frozen class inside out. Raises ValueError whose message starts with the key's path."""
+    hints = get_type_hints(config_class)
+    values: dict[str, Any] = {}
+    for field in fields(config_class):
+        value = getattr(parsed, field.name)
+        key = f"{path}{field.name}"
+        if isinstance(value, BaseModel):
+            value = _to_frozen(hints[field.name], value, f"{key}.")
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            value = tuple(_to_frozen(ModelConfig, item, f"{key}[{index}].") for index, item in enumerate(value))
+        values[field.name] = value
+    try:
+        return config_class(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}{error}") from error
+
+
+def _explain(error: ValidationError) -> str:
+    """One line for the first fault; a misspelt key is told its likely spelling."""
+    details = error.errors(include_url=False, include_context=False)
+    first = details[0]
+    key = ""
+    for part in first["loc"]:
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(first["loc"])
+        close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.6)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
+        return f"args: {key}: unknown key; {hint}{more}"
+    if first["type"] == "missing":
+        return f"args: {key}: missing; see ray_config.yaml for an example{more}"
+    return f"args: {key}: {first['msg'][:1].lower()}{first['msg'][1:]}, got {str(first['input'])[:80]!r}{more}"
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    """The keys that are allowed where the last part of `location` stands."""
+    config_class: Any = ClusterConfig
+    for part in location[:-1]:
+        if isinstance(part, str):
+            hint = get_type_hints(config_class)[part]
+            config_class = ModelConfig if hint == tuple[ModelConfig, ...] else hint
+    return [field.name for field in fields(config_class)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Every environment variable that Manta itself reads."""
+
+    state_dir: Path
+    """MANTA_STATE_DIR: what `make serve` remembers to undo, and Ray's files; ~/.cache/manta/local by default."""
+    log_level: str
+    """MANTA_LOG_LEVEL: of Manta's own loggers; INFO by default."""
+    inherited: Mapping[str, str]
+    """All of it, for processes that Manta starts."""
+
+
+def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
+    """Raises ConfigError for a level that logging does not know."""
+    level = variables.get("MANTA_LOG_LEVEL", "INFO").upper()
+    allowed = ("DEBUG", "INFO", "WARNING", "ERROR")
+    if level not in allowed:
+        raise ConfigError(f"MANTA_LOG_LEVEL must be one of {', '.join(allowed)}, got {level!r}")
+    state_dir = variables.get("MANTA_STATE_DIR") or "~/.cache/manta/local"
+    return Environment(state_dir=Path(state_dir).expanduser(), log_level=level, inherited=dict(variables))

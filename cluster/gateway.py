@@ -1,0 +1,34 @@
+"""The ingress deployment: the HTTP application over Serve handles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from cluster.gateway_config import GatewayConfig
+from cluster.gateway_metrics import GatewayMetrics
+from cluster.http_app import create_app
+from cluster.model_registry import ModelRegistry
+from cluster.serve_backend import ServeBackend
+from replicas.logs import start_logging
+
+# More than any queue limit: the router decides who waits, and answers 429 itself.
+MAX_ONGOING_REQUESTS = 1_000_000
+
+
+@serve.deployment(max_ongoing_requests=MAX_ONGOING_REQUESTS, health_check_period_s=2.0)
+@serve.ingress()
+class Gateway:
+    """Holds no state beyond its open connections, so that any number of gateways is the same as one."""
+
+    def __init__(self, config: GatewayConfig, router: Any, replicas: dict[str, Any], log_level: str) -> None:
+        """`replicas` maps each model's name to the handle of its deployment."""
+        start_logging(log_level)
+        self._config = config
+        self._backend = ServeBackend(router, replicas)
+        self._models = ModelRegistry(tuple(replicas), self._backend)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._backend, self._config, self._models, GatewayMetrics())

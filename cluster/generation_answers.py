@@ -1,0 +1,100 @@
+"""Answers a prepared generation, whole or as a stream of events, in whatever protocol it came."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
+
+from starlette.responses import JSONResponse, Response
+
+from cluster.access_log import AccessRecord
+from cluster.backend import Backend
+from cluster.choice_streams import ChoiceDelta, ChoiceStreams, FailoverPolicy
+from cluster.errors import answer_for
+from cluster.prepared_generation import PreparedGeneration
+from cluster.protocols.openai.responses import usage_body
+from cluster.served_model import ServedModel
+from cluster.server_sent_events import DONE, EventStream, event
+
+
+class Chunks(Protocol):
+    """Writes a stream: what opens it, what each delta adds, and the usage at its end."""
+
+    def start(self) -> list[dict[str, Any]]: ...
+    def delta(self, delta: ChoiceDelta) -> list[dict[str, Any]]: ...
+    def usage(self, usage: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+class Whole(Protocol):
+    """Collects deltas into one body."""
+
+    def add(self, delta: ChoiceDelta) -> None: ...
+    def body(self, usage: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+class GenerationAnswers:
+    """Runs generations on a backend. A generation ends, on every replica, before its answer does."""
+
+    def __init__(self, backend: Backend, policy: FailoverPolicy) -> None:
+        self._backend = backend
+        self._policy = policy
+
+    async def respond(
+        self, prepared: PreparedGeneration, model: ServedModel, chunks: Chunks, whole: Whole, record: AccessRecord
+    ) -> Response:
+        """Returns a stream only once its first token is there, so that failing before it keeps its own status.
+
+        Raises what `ChoiceStreams` raises.
+        """
+        record.response_id = prepared.response_id
+        record.num_prompt_tokens = prepared.num_prompt_tokens
+        if prepared.stream:
+            events = self._events(prepared, model, chunks, record)
+            return EventStream(_resumed(await anext(events), events))
+        async with self._streams(prepared, model, record) as streams:
+            async for delta in streams:
+                whole.add(delta)
+        return JSONResponse(whole.body(_usage(record)))
+
+    def _streams(self, prepared: PreparedGeneration, model: ServedModel, record: AccessRecord) -> ChoiceStreams:
+        return ChoiceStreams(prepared, model, self._backend, record, self._policy)
+
+    async def _events(
+        self, prepared: PreparedGeneration, model: ServedModel, chunks: Chunks, record: AccessRecord
+    ) -> AsyncGenerator[bytes, None]:
+        has_begun = False
+        async with self._streams(prepared, model, record) as streams:
+            try:
+                async for delta in streams:
+                    new = chunks.delta(delta) if has_begun else [*chunks.start(), *chunks.delta(delta)]
+                    if new:
+                        yield _join(new)
+                        has_begun = True
+            except Exception as error:  # the status is out: all that is left is an event
+                if not has_begun:
+                    raise
+                answer = answer_for(error, record.request_id)
+                record.error = answer.code or answer.type
+                yield event(answer.body())
+                return
+        last = [] if has_begun else chunks.start()
+        if prepared.include_usage:
+            last.append(chunks.usage(_usage(record)))
+        yield _join(last) + DONE
+
+
+async def _resumed(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        yield first
+        async for chunk in rest:
+            yield chunk
+    finally:
+        await rest.aclose()
+
+
+def _join(chunks: list[dict[str, Any]]) -> bytes:
+    return b"".join(map(event, chunks))
+
+
+def _usage(record: AccessRecord) -> dict[str, Any]:
+    return usage_body(record.num_prompt_tokens, record.num_output_tokens, record.num_cached_tokens)

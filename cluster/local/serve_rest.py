@@ -1,0 +1,109 @@
+"""Deploys through Serve's REST API and waits for what came of it (`serve deploy` alone exits 0 on a failed build)."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.local.preflight import LaunchError
+
+REQUEST_TIMEOUT_S = 30.0
+_ERROR_LINE = re.compile(r"^\s*(?:ray::\S+ .*?)?((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Model|Unhealthy)?): (.+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployProgress:
+    """One look at the applications."""
+
+    statuses: Mapping[str, str]
+    """Application -> status."""
+    replicas: Mapping[str, str]
+    """Deployment -> its replicas' states, for people."""
+    failures: Mapping[str, str]
+    """Application or deployment -> message, of those that failed."""
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self.statuses) and all(status == "RUNNING" for status in self.statuses.values())
+
+    @property
+    def has_failed(self) -> bool:
+        return any(status in ("DEPLOY_FAILED", "UNHEALTHY") for status in self.statuses.values())
+
+
+class ServeRest:
+    """Talks to the dashboard of one Ray."""
+
+    def __init__(self, dashboard_url: str) -> None:
+        self._url = f"{dashboard_url}/api/serve/applications/"
+
+    def deploy(self, config: Mapping[str, Any]) -> None:
+        """Declares what should run. Raises LaunchError when Serve refuses the file itself."""
+        self._call("PUT", config)
+
+    def shutdown(self) -> None:
+        """Ends every application and Serve's own actors."""
+        self._call("DELETE")
+
+    def http_port(self) -> int | None:
+        """The port of the running Serve; None when none runs."""
+        options = self._call("GET").get("http_options") or {}
+        port = options.get("port")
+        return port if isinstance(port, int) else None
+
+    def progress(self) -> DeployProgress:
+        applications = self._call("GET").get("applications") or {}
+        statuses, replicas, failures = {}, {}, {}
+        for name, application in applications.items():
+            statuses[name] = application["status"]
+            if application["status"] in ("DEPLOY_FAILED", "UNHEALTHY") and application.get("message"):
+                failures[name] = application["message"]
+            for deployment, details in (application.get("deployments") or {}).items():
+                states = [replica["state"] for replica in details.get("replicas") or ()]
+                replicas[deployment] = ", ".join(f"{states.count(state)} {state.lower()}" for state in sorted(set(states))) or "waiting"
+                if details["status"] in ("DEPLOY_FAILED", "UNHEALTHY") and details.get("message"):
+                    failures[deployment] = details["message"]
+        return DeployProgress(statuses=statuses, replicas=replicas, failures=failures)
+
+    def wait_running(self, timeout_s: float, on_change: Callable[[DeployProgress], None]) -> None:
+        """Returns when every application runs. Raises LaunchError with the builder's or the replica's own error."""
+        deadline_s = time.monotonic() + timeout_s
+        last: DeployProgress | None = None
+        while True:
+            progress = self.progress()
+            if progress != last:
+                on_change(progress)
+                last = progress
+            if progress.is_running:
+                return
+            if progress.has_failed:
+                raise LaunchError(explain_failure(progress))
+            if time.monotonic() > deadline_s:
+                raise LaunchError(f"not running after {timeout_s:.0f} s: {dict(progress.replicas)}; see http://127.0.0.1:8265/#/serve")
+            time.sleep(0.5)
+
+    def _call(self, method: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url, data=data, method=method, headers={"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+                text = response.read().decode()
+        except urllib.error.HTTPError as error:
+            reason = error.read().decode(errors="replace").strip()
+            raise LaunchError(f"Serve refused the configuration: {reason}") from error
+        except OSError as error:
+            raise LaunchError(f"Ray's dashboard does not answer at {self._url}: {error}; run make stop, then make serve") from error
+        return json.loads(text) if method == "GET" else {}
+
+
+def explain_failure(progress: DeployProgress) -> str:
+    """The last error line of the deepest failure first, because that names the cause; then all of it."""
+    whole = "\n".join(f"[{name}] {message}" for name, message in progress.failures.items())
+    causes = [match.group(2).strip() for line in whole.splitlines() if (match := _ERROR_LINE.match(line))]
+    return f"{causes[-1]}\n\n{whole}" if causes else whole

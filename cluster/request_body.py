@@ -1,0 +1,24 @@
+"""Reads a request's body without trusting its size."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from cluster.errors import BodyTooLarge
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises BodyTooLarge as soon as its length, told or counted, exceeds `max_bytes`."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+    return bytes(body)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The request body is larger than the {max_bytes} bytes that this server takes.")

@@ -1,0 +1,56 @@
+"""A model as the gateway sees it: its name, its tokenizer and the facts that its replicas told."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from replicas.model_description import ModelDescription
+from replicas.text.tokenizer import Tokenizer
+
+
+class ServedModel:
+    """Owns the tokenizer of one model. Work that grows with the text runs in a thread, off the event loop."""
+
+    def __init__(self, name: str, description: ModelDescription, tokenizer: Tokenizer, created_s: int) -> None:
+        self.name = name
+        self.description = description
+        self.tokenizer = tokenizer
+        self.created_s = created_s
+        facts = f"{name}:{description.tokenizer_source}:{description.dtype}:{description.weights_version}"
+        self.fingerprint = f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens)
+
+    async def chat_prompt_ids(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of the rendered chat template. Raises ChatTemplateError with the template's own message."""
+        return await asyncio.to_thread(
+            self.tokenizer.chat_prompt_ids,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs or {},
+        )
+
+    def model_card(self) -> dict[str, Any]:
+        """The `Model` object of OpenAI's description, with the context length beside it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created_s,
+            "owned_by": "manta",
+            "max_model_len": self.description.max_model_len,
+        }

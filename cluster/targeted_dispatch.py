@@ -1,0 +1,42 @@
+"""A Serve request router that sends a request to the replica its sender named, and to no other.
+
+The sender puts the replica's unique id into `session_id`; a call without one (a description, a ping) takes any replica.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+
+class TargetUnreachable(RuntimeError):
+    """The named replica is not running as far as this process knows, or it turned the request away."""
+
+
+class TargetedDispatch(RequestRouter):  # type: ignore[misc]
+    """Keeps Serve's own retry for untargeted calls; a targeted one is tried once, so that the sender decides anew."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._by_unique_id: dict[str, RunningReplica] = {}  # unique id -> running replica
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._by_unique_id = {replica.replica_id.unique_id: replica for replica in replicas}
+
+    async def _choose_replica_for_request(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
+        target = pending_request.metadata.session_id
+        if not target:
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        if is_retry:
+            raise TargetUnreachable(f"replica {target} turned the request away")
+        replica = self._by_unique_id.get(target)
+        if replica is None:
+            raise TargetUnreachable(f"replica {target} is not running")
+        return replica
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        return [candidate_replicas]

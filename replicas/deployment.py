@@ -1,0 +1,126 @@
+"""The Serve shell of a replica: one engine, its reports to the router and its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.util import metrics
+
+from replicas.async_engine import AsyncEngine, StepEngine
+from replicas.engine_config import EngineConfig
+from replicas.engine_metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS_BOUNDS, EngineMetrics
+from replicas.logs import start_logging
+from replicas.model_description import ModelDescription
+from replicas.reporter import ReplicaIdentity, Reporter, report_interval_s
+from replicas.request import GenerationRequest, RequestProgress
+from replicas.stats import ReplicaReport, ReportReply
+
+logger = logging.getLogger(__name__)
+
+# More than any queue limit: the router bounds what a replica gets, and Serve must not turn it away or queue it.
+MAX_ONGOING_REQUESTS = 1_000_000
+METRICS_INTERVAL_S = 1.0
+
+
+@serve.deployment(max_ongoing_requests=MAX_ONGOING_REQUESTS, health_check_period_s=1.0, health_check_timeout_s=30.0)
+class ReplicaDeployment:
+    """Serves one model. Token ids in, token ids out; closing a stream cancels its request."""
+
+    async def __init__(self, model: str, config: EngineConfig, num_replicas: int, router: Any, log_level: str) -> None:
+        """`num_replicas` counts every replica of the application: they share the machine's cores and the router's time."""
+        start_logging(log_level)
+        self._config = replace(config, num_threads=config.num_threads or _share_of_cores(num_replicas))
+        self._description: ModelDescription | None = None
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._metrics = EngineMetrics(RayMetricSink({"model": model, "replica": replica_id}))
+        self._engine = AsyncEngine(self._load, on_step=self._metrics.note_step)
+        await self._engine.start()
+        description = await self.describe()
+        identity = ReplicaIdentity(
+            replica_id=replica_id, model=model, block_size=description.block_size, max_num_seqs=self._config.max_num_seqs
+        )
+
+        async def push(report: ReplicaReport) -> ReportReply:
+            return await router.report.remote(report)  # type: ignore[no-any-return]
+
+        reporter = Reporter(identity, self._engine, push, interval_s=report_interval_s(num_replicas))
+        self._tasks = [
+            asyncio.create_task(reporter.run(), name="reporter"),
+            asyncio.create_task(self._export_metrics(), name="metrics"),
+        ]
+        logger.info("replica %s serves %s: %s", replica_id, model, description)
+
+    def _load(self) -> StepEngine:
+        """In the engine's thread: torch is imported there and nowhere else."""
+        from replicas.engine import Engine
+
+        engine = Engine.load(self._config)
+        self._description = engine.description
+        return engine
+
+    async def describe(self) -> ModelDescription:
+        assert self._description is not None, "the engine has loaded before any call arrives"
+        return self._description
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+        """Streams one choice, coalesced. Raises RequestRejected, EngineUnhealthy."""
+        logger.debug("request %s choice %d attempt %d begins", request.request_id, request.choice, request.attempt)
+        async for progress in self._engine.generate(request):
+            yield progress
+
+    async def cancel(self, request_id: str) -> int:
+        """Cancels every choice of a request; returns how many were running."""
+        return self._engine.cancel(request_id)
+
+    def check_health(self) -> None:
+        """Raises EngineUnhealthy when the engine makes no progress, RuntimeError when its reports have stopped."""
+        self._engine.check_health()
+        for task in self._tasks:
+            if task.done():
+                raise RuntimeError(f"the {task.get_name()} of this replica has stopped: {task.exception()!r}")
+
+    async def _export_metrics(self) -> None:
+        """Ray forgets gauges that are not set again, so they are exported whether or not anything changed."""
+        while True:
+            self._metrics.export(self._engine.stats())
+            await asyncio.sleep(METRICS_INTERVAL_S)
+
+    async def __del__(self) -> None:
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
+        await self._engine.shutdown()
+
+
+class RayMetricSink:
+    """The engine's metrics on Ray's metrics agent, where the dashboard and Prometheus find them."""
+
+    def __init__(self, tags: dict[str, str]) -> None:
+        keys = tuple(tags)
+        self._gauges = {name: metrics.Gauge(name, text, tag_keys=keys) for name, (text, _) in GAUGES.items()}
+        self._counters = {name: metrics.Counter(name, text, tag_keys=keys) for name, (text, _) in COUNTERS.items()}
+        self._step = metrics.Histogram(STEP_SECONDS, "Duration of a step", boundaries=list(STEP_SECONDS_BOUNDS), tag_keys=keys)
+        for metric in (*self._gauges.values(), *self._counters.values(), self._step):
+            metric.set_default_tags(tags)
+
+    def set_gauge(self, name: str, value: float) -> None:
+        self._gauges[name].set(value)
+
+    def add_counter(self, name: str, value: float) -> None:
+        self._counters[name].inc(value)
+
+    def observe_step(self, seconds: float) -> None:
+        self._step.observe(seconds)
+
+
+def _share_of_cores(num_replicas: int) -> int:
+    """Threads for one of `num_replicas` spread over the cluster's nodes: all cores of a node together, never more."""
+    num_nodes = max(1, sum(node["Alive"] for node in ray.nodes()))
+    replicas_here = -(-num_replicas // num_nodes)
+    return max(1, len(os.sched_getaffinity(0)) // replicas_here)

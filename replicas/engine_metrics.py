@@ -1,0 +1,66 @@
+"""What an engine exports as metrics, as names and values. Free of Ray: whoever exports them is injected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from replicas.request import StepOutput
+from replicas.stats import ReplicaStats
+
+# Name -> (help text, value of the statistics). All carry the tags model and replica.
+GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
+    "manta_requests_running": ("Requests in the engine's batch", lambda stats: stats.num_running),
+    "manta_requests_waiting": ("Requests in the engine's own queue", lambda stats: stats.num_waiting),
+    "manta_uncomputed_tokens": ("Prompt tokens that no step has computed yet", lambda stats: stats.num_uncomputed_tokens),
+    "manta_kv_blocks": ("KV blocks of the engine", lambda stats: stats.num_blocks),
+    "manta_kv_blocks_used": ("KV blocks held by requests", lambda stats: stats.num_blocks - stats.num_free_blocks),
+    "manta_kv_use_ratio": (
+        "Share of the KV blocks held by requests",
+        lambda stats: 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0,
+    ),
+    "manta_kv_blocks_cached": ("KV blocks that a prefix can find", lambda stats: stats.num_cached_blocks),
+    "manta_prefill_tokens_per_second": ("Measured prefill rate", lambda stats: stats.prefill_tokens_per_s or 0.0),
+}
+
+COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], int]]] = {
+    "manta_engine_steps": ("Steps run", lambda stats: stats.num_steps),
+    "manta_prompt_tokens": ("Prompt tokens of admitted requests", lambda stats: stats.num_prompt_tokens),
+    "manta_cached_prompt_tokens": ("Prompt tokens whose KV came from the prefix cache", lambda stats: stats.num_cached_tokens),
+    "manta_generated_tokens": ("Tokens generated", lambda stats: stats.num_generated_tokens),
+    "manta_preemptions": ("Requests whose KV was dropped to be computed again", lambda stats: stats.num_preemptions),
+    "manta_requests_finished": ("Requests that ended with an answer", lambda stats: stats.num_finished),
+    "manta_requests_cancelled": ("Requests that their client or gateway cancelled", lambda stats: stats.num_cancelled),
+    "manta_requests_failed": ("Requests that the engine could not finish", lambda stats: stats.num_failed),
+}
+
+STEP_SECONDS = "manta_step_seconds"
+STEP_SECONDS_BOUNDS = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+
+
+class MetricSink(Protocol):
+    """Where values go."""
+
+    def set_gauge(self, name: str, value: float) -> None: ...
+    def add_counter(self, name: str, value: float) -> None: ...
+    def observe_step(self, seconds: float) -> None: ...
+
+
+class EngineMetrics:
+    """Turns statistics, whose counters only grow, into increments. Owns the last values exported."""
+
+    def __init__(self, sink: MetricSink) -> None:
+        self._sink = sink
+        self._exported = dict.fromkeys(COUNTERS, 0)
+
+    def export(self, stats: ReplicaStats) -> None:
+        for name, (_, value_of) in GAUGES.items():
+            self._sink.set_gauge(name, value_of(stats))
+        for name, (_, count_of) in COUNTERS.items():
+            count = count_of(stats)
+            if count > self._exported[name]:
+                self._sink.add_counter(name, count - self._exported[name])
+                self._exported[name] = count
+
+    def note_step(self, output: StepOutput) -> None:
+        self._sink.observe_step(output.step_s)

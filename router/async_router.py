@@ -1,0 +1,101 @@
+"""The router seen from an asyncio loop: callers wait for their decisions, one pump asks the router to decide."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from replicas.stats import ReplicaReport, ReportReply
+from router.router import Router
+from router.snapshot import Decision, Rejection, RoutingRequest
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncRouter:
+    """Owns the futures of waiting callers. Each caller gets exactly one answer, or is gone and leaves no booking.
+
+    All calls that arrive while the loop is busy are decided together, by one `Router.step`.
+    """
+
+    def __init__(self, router: Router, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives Unix time: deadlines of requests are told in it."""
+        self._router = router
+        self._clock = clock
+        self._waiting: dict[str, asyncio.Future[Decision | Rejection]] = {}  # request id -> its caller
+        self._changed = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins deciding; needs a running loop."""
+        self._pump = asyncio.create_task(self._run(), name="router-pump")
+
+    async def close(self) -> None:
+        """Stops deciding; callers that still wait are cancelled."""
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.gather(self._pump, return_exceptions=True)
+        for future in self._waiting.values():
+            future.cancel()
+
+    def check_health(self) -> None:
+        """Raises RuntimeError when the pump has died: then nobody would ever be answered."""
+        if self._pump is not None and self._pump.done():
+            raise RuntimeError(f"the router stopped deciding: {self._pump.exception()!r}")
+
+    async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
+        """Waits for the decision. Cancelling takes the request out of the queue, or ends its booking."""
+        future: asyncio.Future[Decision | Rejection] = asyncio.get_running_loop().create_future()
+        self._router.submit(request, self._clock())
+        self._waiting[request.request_id] = future
+        self._changed.set()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._router.cancel(request.request_id, self._clock())
+            self._changed.set()
+            raise
+        finally:
+            self._waiting.pop(request.request_id, None)
+
+    def release(self, request_id: str, num_output_tokens: int) -> None:
+        """The request has ended on its replica; unknown ids are ignored."""
+        now_s = self._clock()
+        if request_id in self._waiting:
+            self._waiting[request_id].cancel()
+            self._router.cancel(request_id, now_s)
+        else:
+            self._router.release(request_id, now_s, num_output_tokens)
+        self._changed.set()
+
+    def apply_report(self, report: ReplicaReport) -> ReportReply:
+        reply = self._router.apply_report(report, self._clock())
+        self._changed.set()
+        return reply
+
+    def remove_replica(self, replica_id: str) -> None:
+        self._router.remove_replica(replica_id, self._clock())
+        self._changed.set()
+
+    def describe(self) -> dict[str, object]:
+        return self._router.describe(self._clock())
+
+    async def _run(self) -> None:
+        while True:
+            now_s = self._clock()
+            for answer in self._router.step(now_s):
+                future = self._waiting.get(answer.request_id)
+                if future is not None and not future.done():
+                    future.set_result(answer)
+                elif isinstance(answer, Decision):
+                    # Its caller left in this very turn: the booking must not outlive it.
+                    self._router.cancel(answer.request_id, now_s)
+            wakeup_s = self._router.next_wakeup_s(now_s)
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(None if wakeup_s is None else max(0.0, wakeup_s - self._clock())):
+                    await self._changed.wait()
+            except TimeoutError:
+                logger.debug("router woke up on its own")
