@@ -1,0 +1,238 @@
+"""Replays a trace: discrete events around the same router, scheduler and block pool objects that run live."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from replicas.request import GenerationRequest
+from replicas.sampling_params import SamplingParams
+from replicas.scheduler import SchedulerConfig
+from replicas.stats import ReplicaReport
+from router.config import RouterConfig
+from router.policies import Policy
+from router.recording import DecisionSink
+from router.router import Router
+from router.simulator.hardware import StepTimer
+from router.simulator.outcome import RequestOutcome
+from router.simulator.replica import SimulatedReplica, StepResult
+from router.simulator.traces import TraceRequest
+from router.snapshot import Decision, RoutingRequest
+
+MAX_REPORTS_PER_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """One run's settings."""
+
+    num_replicas: int = 4
+    num_blocks: int = 5_000
+    """KV blocks a replica."""
+    block_size: int = 512
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2_048
+    """Token budget of a step; 2,048 keeps steps of an 8B model on an H100 under the TPOT limit."""
+    speedup: float = 1.0
+    """Arrivals come this many times as fast as in the trace."""
+    report_interval_s: float = 0.1
+    """Least time between two reports of a replica; grows so that all together send at most 300 a second."""
+    dispatch_s: float = 0.002
+    """From the router's decision to the engine."""
+    report_s: float = 0.001
+    """From the engine to the router."""
+    ttft_limit_s: float = 2.0
+    ttft_limit_s_per_token: float = 0.001
+    """Added for each prompt token that no earlier request of the trace had."""
+    tpot_limit_s: float = 0.1
+    has_deadlines: bool = True
+    """Whether requests carry their TTFT limit as a deadline."""
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class SimulationResult:
+    """What a run left behind."""
+
+    outcomes: list[RequestOutcome]
+    replicas: list[SimulatedReplica]
+    end_s: float
+    decision_s: list[float] = field(default_factory=list)
+    """Wall-clock seconds of each `Router.step` that dispatched, divided by the number of its decisions."""
+
+
+class Simulation:
+    """Owns the clock and the events. Deterministic: the same trace, configuration and seed give the same outcomes."""
+
+    def __init__(
+        self,
+        config: SimulationConfig,
+        router_config: RouterConfig,
+        policy: Policy,
+        timer: StepTimer,
+        sink: DecisionSink | None = None,
+    ) -> None:
+        self._config = config
+        self._router = Router(router_config, policy, sink)
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = 0
+        self._wakeup_s: float | None = None
+        self._outcomes: dict[str, RequestOutcome] = {}
+        self._trace: dict[str, TraceRequest] = {}
+        self._num_open = 0
+        self._decision_s: list[float] = []
+        # a model that fits anything the trace asks for; what exceeds the pool is refused by the scheduler itself
+        max_model_len = config.num_blocks * config.block_size
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+            max_model_len=max_model_len,
+        )
+        width = len(str(config.num_replicas - 1))
+        self._replicas = {
+            replica.replica_id: replica
+            for replica in (
+                SimulatedReplica(f"r{number:0{width}}", "model", timer, scheduler_config, config.num_blocks, config.block_size)
+                for number in range(config.num_replicas)
+            )
+        }
+        self._report_every_s = max(config.report_interval_s, config.num_replicas / MAX_REPORTS_PER_S)
+
+    def run(self, trace: Sequence[TraceRequest], on_progress: Callable[[int], None] | None = None) -> SimulationResult:
+        """Runs until every request has ended. `on_progress` is called with the number of those that have."""
+        for number, replica in enumerate(self._replicas.values()):
+            # first reports before the first arrival, the later ones spread over the interval
+            self._router.apply_report(replica.report(), 0.0)
+            self._at(self._report_every_s * (number + 1) / len(self._replicas), lambda replica=replica: self._report(replica))
+        for request in trace:
+            self._trace[request.request_id] = request
+            self._at(request.arrival_s / self._config.speedup, lambda request=request: self._arrive(request))
+        self._num_open = len(trace)
+        reported = self._num_open
+        while self._num_open:
+            assert self._events, "requests are left, but nothing will ever happen"
+            at_s = self._events[0][0]
+            self._now_s = at_s
+            while self._events and self._events[0][0] == at_s:
+                heapq.heappop(self._events)[2]()
+            self._step_router()
+            if on_progress is not None and reported - self._num_open >= 100:
+                reported = self._num_open
+                on_progress(len(trace) - reported)
+        return SimulationResult(
+            outcomes=[self._outcomes[request.request_id] for request in trace],
+            replicas=list(self._replicas.values()),
+            end_s=self._now_s,
+            decision_s=self._decision_s,
+        )
+
+    def _at(self, at_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at_s, self._num_events, action))
+        self._num_events += 1
+
+    def _arrive(self, request: TraceRequest) -> None:
+        config = self._config
+        limit_s = config.ttft_limit_s + config.ttft_limit_s_per_token * request.num_new_tokens
+        self._outcomes[request.request_id] = RequestOutcome(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            priority=request.priority,
+            arrival_s=self._now_s,
+            num_prompt_tokens=len(request.prompt_ids),
+            num_output_tokens=request.num_output_tokens,
+            ttft_limit_s=limit_s,
+            tpot_limit_s=config.tpot_limit_s,
+        )
+        self._router.submit(
+            RoutingRequest(
+                request_id=request.request_id,
+                model="model",
+                num_prompt_tokens=len(request.prompt_ids),
+                max_tokens=2_048,  # a client's limit, not the length that the trace knows
+                block_keys=request.block_keys,
+                priority=request.priority,
+                tenant=request.tenant,
+                deadline_s=self._now_s + limit_s if config.has_deadlines else None,
+                arrival_s=self._now_s,
+            ),
+            self._now_s,
+        )
+
+    def _step_router(self) -> None:
+        started_s = perf_counter()
+        answers = self._router.step(self._now_s)
+        elapsed_s = perf_counter() - started_s
+        decisions = [answer for answer in answers if isinstance(answer, Decision)]
+        if decisions:
+            self._decision_s += [elapsed_s / len(decisions)] * len(decisions)
+        for answer in answers:
+            outcome = self._outcomes[answer.request_id]
+            if isinstance(answer, Decision):
+                outcome.dispatch_s = self._now_s
+                outcome.replica_id = answer.replica_id
+                outcome.predicted_ttft_s = answer.predicted_ttft_s
+                self._at(self._now_s + self._config.dispatch_s, lambda answer=answer: self._reach(answer))
+            else:
+                outcome.is_rejected = True
+                outcome.retry_after_s = answer.retry_after_s
+                self._num_open -= 1
+        wakeup_s = self._router.next_wakeup_s(self._now_s) if self._router.num_waiting else None
+        if wakeup_s is not None and (self._wakeup_s is None or wakeup_s < self._wakeup_s or self._wakeup_s <= self._now_s):
+            self._wakeup_s = max(wakeup_s, self._now_s + 1e-6)
+            self._at(self._wakeup_s, _nothing)
+
+    def _reach(self, decision: Decision) -> None:
+        """A dispatched request arrives at its engine."""
+        request = self._trace[decision.request_id]
+        replica = self._replicas[decision.replica_id]
+        replica.add(
+            GenerationRequest(
+                request_id=request.request_id,
+                prompt_ids=request.prompt_ids,
+                params=SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True),
+                seed=0,
+                priority=request.priority,
+                tenant=request.tenant,
+            )
+        )
+        if not replica.is_stepping:
+            self._begin(replica)
+
+    def _begin(self, replica: SimulatedReplica) -> None:
+        step_s = replica.begin_step()
+        if step_s is not None:
+            self._at(self._now_s + step_s, lambda: self._finish(replica))
+
+    def _finish(self, replica: SimulatedReplica) -> None:
+        self._record(replica, replica.finish_step())
+        self._begin(replica)
+
+    def _record(self, replica: SimulatedReplica, result: StepResult) -> None:
+        for progress in result.progress:
+            outcome = self._outcomes[progress.key.request_id]
+            if outcome.first_token_s is None:
+                outcome.first_token_s = self._now_s
+                outcome.num_cached_tokens = progress.num_cached_tokens
+                replica.count_prompt(outcome.num_prompt_tokens, progress.num_cached_tokens)
+            if progress.finish_reason is not None:
+                outcome.end_s = self._now_s
+                self._router.release(progress.key.request_id, self._now_s, outcome.num_output_tokens)
+                self._num_open -= 1
+                del self._trace[progress.key.request_id]
+
+    def _report(self, replica: SimulatedReplica) -> None:
+        if replica.has_changed:
+            report = replica.report()
+            self._at(self._now_s + self._config.report_s, lambda: self._deliver(replica, report))
+        self._at(self._now_s + self._report_every_s, lambda: self._report(replica))
+
+    def _deliver(self, replica: SimulatedReplica, report: ReplicaReport) -> None:
+        if self._router.apply_report(report, self._now_s).resync:
+            replica.request_full_state()
+
+
+def _nothing() -> None:
+    """A wake-up: the router is stepped after every event anyway."""
