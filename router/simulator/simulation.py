@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 from replicas.request import GenerationRequest
@@ -106,10 +107,10 @@ class Simulation:
         for number, replica in enumerate(self._replicas.values()):
             # first reports before the first arrival, the later ones spread over the interval
             self._router.apply_report(replica.report(), 0.0)
-            self._at(self._report_every_s * (number + 1) / len(self._replicas), lambda replica=replica: self._report(replica))
+            self._at(self._report_every_s * (number + 1) / len(self._replicas), partial(self._report, replica))
         for request in trace:
             self._trace[request.request_id] = request
-            self._at(request.arrival_s / self._config.speedup, lambda request=request: self._arrive(request))
+            self._at(request.arrival_s / self._config.speedup, partial(self._arrive, request))
         self._num_open = len(trace)
         reported = self._num_open
         while self._num_open:
@@ -174,7 +175,7 @@ class Simulation:
                 outcome.dispatch_s = self._now_s
                 outcome.replica_id = answer.replica_id
                 outcome.predicted_ttft_s = answer.predicted_ttft_s
-                self._at(self._now_s + self._config.dispatch_s, lambda answer=answer: self._reach(answer))
+                self._at(self._now_s + self._config.dispatch_s, partial(self._reach, answer))
             else:
                 outcome.is_rejected = True
                 outcome.retry_after_s = answer.retry_after_s
@@ -204,7 +205,7 @@ class Simulation:
     def _begin(self, replica: SimulatedReplica) -> None:
         step_s = replica.begin_step()
         if step_s is not None:
-            self._at(self._now_s + step_s, lambda: self._finish(replica))
+            self._at(self._now_s + step_s, partial(self._finish, replica))
 
     def _finish(self, replica: SimulatedReplica) -> None:
         self._record(replica, replica.finish_step())
@@ -226,8 +227,8 @@ class Simulation:
     def _report(self, replica: SimulatedReplica) -> None:
         if replica.has_changed:
             report = replica.report()
-            self._at(self._now_s + self._config.report_s, lambda: self._deliver(replica, report))
-        self._at(self._now_s + self._report_every_s, lambda: self._report(replica))
+            self._at(self._now_s + self._config.report_s, partial(self._deliver, replica, report))
+        self._at(self._now_s + self._report_every_s, partial(self._report, replica))
 
     def _deliver(self, replica: SimulatedReplica, report: ReplicaReport) -> None:
         if self._router.apply_report(report, self._now_s).resync:
