@@ -1,0 +1,226 @@
+"""One model's tokenizer and chat template, safe to call from several threads. Runs without torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from replicas.text.token_bytes import BYTE_TOKEN, DecoderKind, byte_level_bytes, decoder_kind, space_markers
+
+logger = logging.getLogger(__name__)
+
+_FIXED_TEMPLATE_ARGUMENTS = frozenset(
+    [
+        "conversation",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
+)
+"""Arguments of transformers' `apply_chat_template` that a client may not set."""
+
+
+class TokenizerLoadError(ValueError):
+    """The folder or id has no tokenizer that can be loaded; the message says what to name instead."""
+
+
+class ChatTemplateError(ValueError):
+    """The messages do not fit the model's chat template (the message is the template's own), or there is none."""
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Hugging Face fast tokenizers fail with "Already borrowed" when one thread sets truncation while another encodes
+    (transformers#47085). So a fast one is called below the layer that sets it; a slow one is behind a lock.
+    """
+
+    def __init__(self, hf: Any, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        """`hf` is a transformers tokenizer, owned by this object from now on."""
+        self._hf = hf
+        self._lock: AbstractContextManager[Any] = nullcontext()
+        self._backend: Any = getattr(hf, "backend_tokenizer", None)
+        decoder: Mapping[str, Any] | None = None
+        if self._backend is None:
+            self._lock = threading.Lock()
+            self.decoder_kind = DecoderKind.UNKNOWN
+            special = hf.all_special_ids
+        else:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            if self._backend.decoder is not None:
+                decoder = json.loads(self._backend.decoder.__getstate__())
+            self.decoder_kind = decoder_kind(decoder)
+            special = [token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special]
+        self.vocab_size = 1 + max(hf.get_vocab().values())
+        """One more than the largest token id; a model may have more rows than that (padding)."""
+        self._space_markers = space_markers(decoder)
+        self.special_token_ids = frozenset(special)
+        """Tokens that `skip_special_tokens` leaves out."""
+        own_eos = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
+        self.eos_token_ids = eos_token_ids | frozenset(own_eos)
+
+    @classmethod
+    def load(cls, model_dir_or_id: str | Path, trust_remote_code: bool = False) -> Tokenizer:
+        """Reads the tokenizer of a folder or a Hugging Face id; EOS ids come from it and from generation_config.json.
+
+        Imports transformers here, on first use: it takes seconds, and imports torch where torch is installed.
+        """
+        from transformers import AutoTokenizer
+
+        name = str(model_dir_or_id)
+        try:
+            hf = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise TokenizerLoadError(
+                f"model must be a folder with a tokenizer, or a Hugging Face id that can be reached; {name!r}: {reason}"
+            ) from error
+        return cls(hf, _generation_eos(name))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `ValueError` when it holds lone surrogates, which no UTF-8 can express."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text must be valid Unicode; it has a lone surrogate at character {error.start}") from error
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        with self._lock:
+            return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`. Ids that no token has (padding rows of the model) add nothing.
+
+        This is the tokenizer's own decoder; transformers' `clean_up_tokenization_spaces`, which rewrites text around
+        punctuation, is not applied.
+        """
+        ids = list(token_ids)
+        if self._backend is not None:
+            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return text
+        with self._lock:
+            known = [token_id for token_id in ids if token_id < self.vocab_size]
+            return str(self._hf.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+
+    def chat_prompt_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation under the model's chat template.
+
+        `template_kwargs` reach the template as variables (`tools`, `enable_thinking`). Raises `ChatTemplateError` with
+        the template's own message when it refuses the messages.
+        """
+        return self.encode(
+            self.chat_prompt(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=template_kwargs,
+            ),
+            add_special_tokens=False,  # the template writes them
+        )
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that `chat_prompt_ids` tokenizes."""
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            raise ChatTemplateError("the model has no chat template; send a prompt instead of messages")
+        if not messages:
+            raise ChatTemplateError("messages must hold at least one message")
+        if add_generation_prompt and continue_final_message:
+            raise ChatTemplateError("add_generation_prompt and continue_final_message cannot both be true")
+        variables = dict(template_kwargs or {})
+        if refused := sorted(_FIXED_TEMPLATE_ARGUMENTS & variables.keys()):
+            raise ChatTemplateError(f"chat_template_kwargs must not hold {', '.join(refused)}")
+        try:
+            with self._lock:
+                return str(
+                    self._hf.apply_chat_template(
+                        [dict(message) for message in messages],
+                        tokenize=False,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        **variables,
+                    )
+                )
+        # What a template does with unexpected messages is Python's: adding None to a string, indexing a missing key.
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise ChatTemplateError(f"the chat template refuses these messages: {error or type(error).__name__}") from error
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own string for a token, None for an id that has none."""
+        if self._backend is not None:
+            found: str | None = self._backend.id_to_token(token_id)
+            return found
+        with self._lock:
+            return str(self._hf.convert_ids_to_tokens(token_id)) if token_id < self.vocab_size else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for in the middle of a text (the `bytes` of a logprob); may be part of a character.
+
+        Special tokens give their own text. For vocabularies whose tokens depend on their neighbours (WordPiece) it is
+        the token alone.
+        """
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if token_id in self.special_token_ids:
+            return token.encode()
+        if self.decoder_kind is DecoderKind.BYTE_LEVEL:
+            return byte_level_bytes(token)
+        if self.decoder_kind is DecoderKind.BYTE_FALLBACK and BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        if self._space_markers:
+            for marker in self._space_markers:
+                token = token.replace(marker, " ")
+            return token.encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, with U+FFFD for what is not whole UTF-8."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+
+def _generation_eos(name: str) -> frozenset[int]:
+    """EOS ids of generation_config.json, which lists more than the tokenizer for many chat models (end of turn)."""
+    from transformers import GenerationConfig
+
+    try:
+        eos = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:
+        logger.debug("%s has no generation_config.json", name)
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos or ())
