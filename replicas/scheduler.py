@@ -221,7 +221,8 @@ class Scheduler:
             return False
         state.block_ids = cached + new
         state.num_computed_tokens = len(cached) * self.pool.block_size
-        self._count_cached(state, 0)
+        if state.num_preemptions == 0:
+            state.num_cached_tokens = min(state.num_computed_tokens, len(state.request.prompt_ids))
         del self._waiting[self._index(self._waiting, state)]
         insort(self._running, state, key=_urgency)
         state.status = RequestStatus.RUNNING
@@ -251,37 +252,15 @@ class Scheduler:
         Within a layer all keys and values are written before any attention reads them, so a request later in the same
         plan may already share these blocks.
         """
-        is_prefill = not state.is_decoding
-        if is_prefill:
-            self._adopt_cached(state)
         start = state.num_computed_tokens
         num_tokens = min(state.num_uncomputed_tokens, budget)
         end = start + num_tokens
         size = self.pool.block_size
         published += self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, start // size, end // size)
         samples = end == len(state.token_ids)
+        is_prefill = not state.is_decoding
         chunks.append(ScheduledChunk(state=state, start=start, num_tokens=num_tokens, samples=samples, is_prefill=is_prefill))
         return num_tokens
-
-    def _adopt_cached(self, state: RequestState) -> None:
-        """Replaces blocks still to be computed by ones that a sibling has computed, or computes in this step, meanwhile."""
-        size = self.pool.block_size
-        before = state.num_computed_tokens
-        while state.num_computed_tokens % size == 0 and state.num_uncomputed_tokens > size:
-            index = state.num_computed_tokens // size
-            found = self._prefix_cache.find(state.chain, state.token_ids, index)
-            if found is None:
-                break
-            self.pool.retain(found)
-            self.pool.release([state.block_ids[index]])
-            state.block_ids[index] = found
-            state.num_computed_tokens += size
-        self._count_cached(state, before)
-
-    def _count_cached(self, state: RequestState, before: int) -> None:
-        if state.num_preemptions == 0:
-            num_prompt = len(state.request.prompt_ids)
-            state.num_cached_tokens += min(state.num_computed_tokens, num_prompt) - min(before, num_prompt)
 
     def _append(self, state: RequestState, new_ids: Sequence[int]) -> RequestProgress:
         taken: list[int] = []
