@@ -156,13 +156,13 @@ def _apply_penalties(work_RV: Tensor, states: Sequence[SamplingState]) -> None:
 def _apply_bias(work_RV: Tensor, states: Sequence[SamplingState]) -> None:
     for row, state in enumerate(states):
         if len(state.bias_ids):
-            known = state.bias_ids < work_RV.shape[1]
+            known = (state.bias_ids >= 0) & (state.bias_ids < work_RV.shape[1])
             ids = torch.from_numpy(state.bias_ids[known]).to(work_RV.device)
             work_RV[row, ids] += torch.from_numpy(state.bias_values[known]).to(work_RV.device, torch.float32)
 
 
 def _apply_suppression(work_RV: Tensor, states: Sequence[SamplingState]) -> None:
-    pairs = [(row, token_id) for row, state in enumerate(states) for token_id in state.suppressed_ids if token_id < work_RV.shape[1]]
+    pairs = [(row, token_id) for row, state in enumerate(states) for token_id in state.suppressed_ids if 0 <= token_id < work_RV.shape[1]]
     if pairs:
         row_N, id_N = torch.tensor(pairs, device=work_RV.device).unbind(-1)
         work_RV[row_N, id_N] = -math.inf
