@@ -30,6 +30,9 @@ class Waiting:
         "submitted_s",
         "tenant",
         "tier",
+        "wanted",
+        "wanted_s",
+        "wanted_tokens",
     )
 
     def __init__(self, request: RoutingRequest, submitted_s: float, sequence: int, tier: int, tenant: str) -> None:
@@ -45,6 +48,9 @@ class Waiting:
         self.is_held = False  # looked at in this step already
         self.is_in_heap = False
         self.is_late = False
+        self.wanted: str | None = None  # the replica that it keeps its place for, as decided at `wanted_s`
+        self.wanted_s = 0.0
+        self.wanted_tokens = 0  # what it would compute there
 
     def __lt__(self, other: Waiting) -> bool:
         return (self.sort_key, self.sequence) < (other.sort_key, other.sequence)

@@ -20,6 +20,8 @@ from router.snapshot import ClusterSnapshot, Decision, Rejection, ReplicaSnapsho
 logger = logging.getLogger(__name__)
 
 _PREVIEW_BALANCE = 0.1
+_REDECIDE_S = 0.25
+"""How long a request keeps its place for a full replica before it is decided again."""
 _MAX_RETRY_AFTER_S = 60.0
 
 
@@ -48,6 +50,7 @@ class ModelRouter:
         self._drain = DrainRate()
         self._output_tokens = float(config.expected_output_tokens)
         self._answers: list[Rejection] = []
+        self._expire_at_s = 0.0
         self._closed_until_s: float | None = None  # no replica takes work before this time, unless something changes
         self._num_decisions = 0
         self._num_rejections = 0
@@ -73,7 +76,9 @@ class ModelRouter:
     def step(self, now_s: float) -> list[Decision | Rejection]:
         answers: list[Decision | Rejection] = list(self._answers)
         self._answers.clear()
-        self._expire(now_s)
+        if now_s >= self._expire_at_s:
+            self._expire(now_s)
+            self._expire_at_s = now_s + self._config.booking_expiry_s / 10
         if not self._replicas:
             answers += self._reject_unserved(now_s)
         elif len(self._queue) and not (self._closed_until_s is not None and now_s < self._closed_until_s):
@@ -160,33 +165,43 @@ class ModelRouter:
     def _dispatch(self, now_s: float) -> list[Decision | Rejection]:
         answers: list[Decision | Rejection] = []
         held: list[Waiting] = []
+        wanted: list[ReplicaState] = []
         while len(held) < self._config.lookahead and (waiting := self._queue.peek(now_s)) is not None:
-            candidates = self._candidates(waiting.request, now_s)
-            if not candidates:
-                self._queue.hold(waiting)
-                held.append(waiting)
-                continue
-            snapshot = ClusterSnapshot(now_s=now_s, replicas=candidates)
-            seed = self._config.seed + self._num_decisions
-            decision = self._policy.choose(waiting.request, snapshot, seed)
-            replica = self._replicas[decision.replica_id]
-            num_uncached = max(1, waiting.request.num_prompt_tokens - decision.num_cached_tokens)
-            if self._is_open(replica, now_s):
-                if self._sink is not None:
-                    self._sink(waiting.request, snapshot, seed, decision)
-                self._book(waiting, replica, num_uncached, now_s)
-                answers.append(decision)
-            else:
-                self._queue.hold(waiting)
-                held.append(waiting)
-                replica.held_tokens += num_uncached
-                if not any(self._is_open(other, now_s) for other in self._replicas.values()):
-                    self._closed_until_s = self.next_wakeup_s(now_s) or float("inf")
-                    break
+            replica = self._still_wanted(waiting, now_s)
+            if replica is None:
+                candidates = self._candidates(waiting.request, now_s)
+                if candidates:
+                    snapshot = ClusterSnapshot(now_s=now_s, replicas=candidates)
+                    seed = self._config.seed + self._num_decisions
+                    decision = self._policy.choose(waiting.request, snapshot, seed)
+                    replica = self._replicas[decision.replica_id]
+                    num_uncached = max(1, waiting.request.num_prompt_tokens - decision.num_cached_tokens)
+                    if self._is_open(replica, now_s):
+                        if self._sink is not None:
+                            self._sink(waiting.request, snapshot, seed, decision)
+                        self._book(waiting, replica, num_uncached, now_s)
+                        answers.append(decision)
+                        continue
+                    waiting.wanted, waiting.wanted_s, waiting.wanted_tokens = replica.replica_id, now_s, num_uncached
+            self._queue.hold(waiting)
+            held.append(waiting)
+            if replica is not None:
+                replica.held_tokens += waiting.wanted_tokens
+                wanted.append(replica)
+            if not any(self._is_open(other, now_s) for other in self._replicas.values()):
+                self._closed_until_s = self.next_wakeup_s(now_s) or float("inf")
+                break
         self._queue.restore(held)
-        for replica in self._replicas.values():
+        for replica in wanted:
             replica.held_tokens = 0
         return answers
+
+    def _still_wanted(self, waiting: Waiting, now_s: float) -> ReplicaState | None:
+        """The full replica that the request was found to wait for a moment ago; None when it must be decided (again)."""
+        replica = self._replicas.get(waiting.wanted) if waiting.wanted is not None else None
+        if replica is None or now_s - waiting.wanted_s > _REDECIDE_S or replica.is_draining or self._is_open(replica, now_s):
+            return None
+        return replica
 
     def _is_open(self, replica: ReplicaState, now_s: float) -> bool:
         limit = self._config.dispatch_ahead

@@ -44,6 +44,7 @@ class ReplicaState:
         self._busy_until_s = now_s + report.stats.num_uncomputed_tokens / rates.prefill_tokens_per_s
         self._recent_work_s = 0.0
         self._recent_at_s = now_s
+        self._stats_now: ReplicaStats | None = None  # see `_current_stats`
         self._snapshot: ReplicaSnapshot | None = None
         self._snapshot_at_s = 0.0
 
@@ -75,7 +76,7 @@ class ReplicaState:
             if not booking.is_released:
                 start_s += booking.num_uncached_tokens / rates.prefill_tokens_per_s
         self._busy_until_s = start_s
-        self._snapshot = None
+        self._stats_now = self._snapshot = None
 
     def book(self, booking: Booking, now_s: float) -> None:
         work_s = booking.num_uncached_tokens / self.rates.prefill_tokens_per_s
@@ -95,7 +96,7 @@ class ReplicaState:
             self._count(booking, -1, booking.num_unseen)
         self._num_released += booking.request.num_choices - booking.num_unseen
         self._released_context_tokens += booking.num_context_tokens if not booking.num_unseen else 0
-        self._snapshot = None
+        self._stats_now = self._snapshot = None
 
     def expire(self, now_s: float, expiry_s: float) -> list[Booking]:
         """Drops bookings that reports should have shown by now; returns those that nobody has released."""
@@ -215,14 +216,17 @@ class ReplicaState:
 
     def _current_stats(self) -> ReplicaStats:
         """The last report's numbers, less what ended since, with the smoothed rates in place of the measured ones."""
+        if self._stats_now is not None:
+            return self._stats_now
         stats = self.stats
-        return replace(
+        self._stats_now = replace(
             stats,
             num_running=max(0, stats.num_running - self._num_released),
             num_context_tokens=max(0, stats.num_context_tokens - self._released_context_tokens),
             prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
             decode_step_s=self.rates.decode_step_s,
         )
+        return self._stats_now
 
 
 def _num_accepted(stats: ReplicaStats) -> int:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.block_pool import BlockPool
+from kvcache.events import KVEventLog
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress
 from replicas.scheduler import Scheduler, SchedulerConfig
 from replicas.stats import ReplicaReport, ReplicaStats
 from replicas.step_plan import StepPlan
 from router.simulator.hardware import StepTimer
+
+_EVENT_CAPACITY = 4_096
+"""Enough for the changes between two reports; a replica that outruns it resyncs, as live."""
 
 OUTPUT_TOKEN = -1
 """Every generated token. It never equals a trace's, so nothing generated is found as somebody's prefix."""
@@ -33,7 +37,7 @@ class SimulatedReplica:
         self.model = model
         self._timer = timer
         self._config = scheduler_config
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size, KVEventLog(capacity=_EVENT_CAPACITY))
         self.scheduler = Scheduler(scheduler_config, self.pool)
         self._plan: StepPlan | None = None
         self._plan_s = 0.0

@@ -142,7 +142,7 @@ class Simulation:
             tenant=request.tenant,
             priority=request.priority,
             arrival_s=self._now_s,
-            num_prompt_tokens=len(request.prompt_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=request.num_output_tokens,
             ttft_limit_s=limit_s,
             tpot_limit_s=config.tpot_limit_s,
@@ -151,7 +151,7 @@ class Simulation:
             RoutingRequest(
                 request_id=request.request_id,
                 model="model",
-                num_prompt_tokens=len(request.prompt_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
                 max_tokens=2_048,  # a client's limit, not the length that the trace knows
                 block_keys=request.block_keys,
                 priority=request.priority,
@@ -192,7 +192,7 @@ class Simulation:
         replica.add(
             GenerationRequest(
                 request_id=request.request_id,
-                prompt_ids=request.prompt_ids,
+                prompt_ids=request.prompt_ids(),
                 params=SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True),
                 seed=0,
                 priority=request.priority,

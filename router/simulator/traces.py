@@ -22,13 +22,19 @@ class TraceRequest:
     request_id: str
     arrival_s: float
     """From the start of the trace, at its own speed."""
-    prompt_ids: tuple[int, ...]
+    num_prompt_tokens: int
     num_output_tokens: int
+    runs: tuple[int, ...]
+    """The token that each run of `HASH_BLOCK_TOKENS` prompt tokens repeats; one token alone repeats to the end."""
     block_keys: tuple[BlockKey, ...]
     num_new_tokens: int
     """Prompt tokens that no earlier request of the trace had as a prefix: what an unbounded cache would still compute."""
     tenant: str = "default"
     priority: int = 0
+
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens, made anew by each call: a trace's prompts together would fill gigabytes."""
+        return _expand(self.runs, self.num_prompt_tokens)
 
 
 def read_trace(path: Path, block_size: int, limit: int | None = None) -> list[TraceRequest]:
@@ -46,24 +52,35 @@ def read_trace(path: Path, block_size: int, limit: int | None = None) -> list[Tr
         raise ValueError(f"trace must be a Mooncake .jsonl or an Azure .csv file, got {path.name}")
     requests: list[TraceRequest] = []
     seen: set[BlockKey] = set()
-    for number, (arrival_s, prompt_ids, num_output_tokens) in enumerate(rows):
-        keys = block_keys(CacheIdentity(), prompt_ids, block_size)
+    for number, (arrival_s, runs, num_prompt_tokens, num_output_tokens) in enumerate(rows):
+        keys = block_keys(CacheIdentity(), _expand(runs, num_prompt_tokens), block_size)
         num_known = next((position for position, key in enumerate(keys) if key not in seen), len(keys))
         seen.update(keys)
         requests.append(
             TraceRequest(
                 request_id=f"{path.stem}-{number}",
                 arrival_s=arrival_s,
-                prompt_ids=prompt_ids,
+                num_prompt_tokens=num_prompt_tokens,
                 num_output_tokens=num_output_tokens,
+                runs=runs,
                 block_keys=tuple(keys),
-                num_new_tokens=len(prompt_ids) - num_known * block_size,
+                num_new_tokens=num_prompt_tokens - num_known * block_size,
             )
         )
     return requests
 
 
-_Row = tuple[float, tuple[int, ...], int]
+_Row = tuple[float, tuple[int, ...], int, int]
+"""Arrival in seconds, runs, prompt tokens, output tokens."""
+
+
+def _expand(runs: tuple[int, ...], length: int) -> tuple[int, ...]:
+    if len(runs) == 1:
+        return runs * length
+    token_ids: list[int] = []
+    for token in runs:
+        token_ids += (token,) * HASH_BLOCK_TOKENS
+    return tuple(token_ids[:length])
 
 
 def _mooncake_rows(path: Path, limit: int | None) -> list[_Row]:
@@ -79,8 +96,7 @@ def _mooncake_rows(path: Path, limit: int | None) -> list[_Row]:
                 length, hash_ids = int(row["input_length"]), row["hash_ids"]
                 if len(hash_ids) != -(-length // HASH_BLOCK_TOKENS):
                     raise ValueError(f"{len(hash_ids)} hash ids for {length} tokens")
-                prompt_ids = tuple(hash_id for hash_id in hash_ids for _ in range(HASH_BLOCK_TOKENS))[:length]
-                rows.append((row["timestamp"] / 1_000, prompt_ids, max(1, int(row["output_length"]))))
+                rows.append((row["timestamp"] / 1_000, tuple(hash_ids), length, max(1, int(row["output_length"]))))
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path.name}, line {number}: no Mooncake request: {error}") from error
     return rows
@@ -97,7 +113,7 @@ def _azure_rows(path: Path, limit: int | None) -> list[_Row]:
                 at = datetime.fromisoformat(row["TIMESTAMP"][:26])
                 first = first or at
                 length = max(1, int(row["ContextTokens"]))
-                rows.append(((at - first).total_seconds(), (number,) * length, max(1, int(row["GeneratedTokens"]))))
+                rows.append(((at - first).total_seconds(), (number,), length, max(1, int(row["GeneratedTokens"]))))
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path.name}, row {number}: no Azure request: {error}") from error
     return rows
