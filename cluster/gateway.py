@@ -31,4 +31,4 @@ class Gateway:
         self._models = ModelRegistry(tuple(replicas), self._backend)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._backend, self._config, self._models, GatewayMetrics())
+        return create_app(self._backend, self._config, self._models, GatewayMetrics(), sends_request_id=False)

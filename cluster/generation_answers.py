@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
@@ -15,6 +16,7 @@ from cluster.prepared_generation import PreparedGeneration
 from cluster.protocols.openai.responses import usage_body
 from cluster.served_model import ServedModel
 from cluster.server_sent_events import DONE, EventStream, event
+from replicas.request import FinishReason
 
 
 class Chunks(Protocol):
@@ -51,21 +53,28 @@ class GenerationAnswers:
         if prepared.stream:
             events = self._events(prepared, model, chunks, record)
             return EventStream(_resumed(await anext(events), events))
-        async with self._streams(prepared, model, record) as streams:
-            async for delta in streams:
+        async with aclosing(self._deltas(prepared, model, record)) as deltas:
+            async for delta in deltas:
                 whole.add(delta)
         return JSONResponse(whole.body(_usage(record)))
 
-    def _streams(self, prepared: PreparedGeneration, model: ServedModel, record: AccessRecord) -> ChoiceStreams:
-        return ChoiceStreams(prepared, model, self._backend, record, self._policy)
+    async def _deltas(self, prepared: PreparedGeneration, model: ServedModel, record: AccessRecord) -> AsyncGenerator[ChoiceDelta, None]:
+        """Closing it cancels what still runs."""
+        if prepared.is_prompt_only:
+            for index in range(prepared.num_choices):
+                yield ChoiceDelta(index=index, text="", finish_reason=FinishReason.LENGTH)
+            return
+        async with ChoiceStreams(prepared, model, self._backend, record, self._policy) as streams:
+            async for delta in streams:
+                yield delta
 
     async def _events(
         self, prepared: PreparedGeneration, model: ServedModel, chunks: Chunks, record: AccessRecord
     ) -> AsyncGenerator[bytes, None]:
         has_begun = False
-        async with self._streams(prepared, model, record) as streams:
+        async with aclosing(self._deltas(prepared, model, record)) as deltas:
             try:
-                async for delta in streams:
+                async for delta in deltas:
                     new = chunks.delta(delta) if has_begun else [*chunks.start(), *chunks.delta(delta)]
                     if new:
                         yield _join(new)

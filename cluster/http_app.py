@@ -108,7 +108,9 @@ class HttpApi:
         return await self._answers.respond(prepared, model, chunks, whole, record_of(request))
 
 
-def create_app(backend: Backend, config: GatewayConfig, models: ModelRegistry, observer: RequestObserver) -> FastAPI:
+def create_app(
+    backend: Backend, config: GatewayConfig, models: ModelRegistry, observer: RequestObserver, *, sends_request_id: bool = True
+) -> FastAPI:
     """The whole HTTP surface over `backend`: with Serve behind it in production, with an engine in process in tests."""
     api = HttpApi(backend, models, config)
 
@@ -132,5 +134,5 @@ def create_app(backend: Backend, config: GatewayConfig, models: ModelRegistry, o
     ):
         app.add_route(path, guarded(endpoint), methods=[method])
     app.add_exception_handler(HTTPException, error_response)
-    app.add_middleware(RequestScope, tenant_header=config.tenant_header, observer=observer)
+    app.add_middleware(RequestScope, tenant_header=config.tenant_header, observer=observer, sends_request_id=sends_request_id)
     return app

@@ -33,10 +33,20 @@ class RequestObserver(Protocol):
 class RequestScope:
     """ASGI middleware. Puts an AccessRecord into the request's state and logs it when the last byte is out."""
 
-    def __init__(self, app: ASGIApp, *, tenant_header: str, observer: RequestObserver, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tenant_header: str,
+        observer: RequestObserver,
+        sends_request_id: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`sends_request_id` is off under Serve, whose proxy puts the id into every answer itself."""
         self._app = app
         self._tenant_header = tenant_header.lower().encode()
         self._observer = observer
+        self._sends_request_id = sends_request_id
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,7 +66,8 @@ class RequestScope:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.request_id
+                if self._sends_request_id:
+                    MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.request_id
             await send(message)
 
         try:

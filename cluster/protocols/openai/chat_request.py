@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from cluster.protocols.openai.generation_fields import GenerationFields, Identifier, without_surrogates
 from cluster.protocols.openai.wire import WireModel, json_type
@@ -92,7 +92,7 @@ class ChatMessage(WireModel):
 class ChatCompletionRequest(GenerationFields):
     """See `CreateChatCompletionRequest` of OpenAI's description; the last three fields are extensions, as vLLM names them."""
 
-    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)

@@ -9,7 +9,7 @@ from cluster.choice_streams import ChoiceDelta
 from cluster.prepared_generation import PreparedGeneration
 from cluster.protocols.openai.logprobs import CompletionLogprobs, chat_logprobs
 from cluster.served_model import ServedModel
-from replicas.request import FinishReason, TokenLogprob
+from replicas.request import TokenLogprob
 
 
 class _WholeAnswer:
@@ -30,8 +30,7 @@ class _WholeAnswer:
         return [token for delta in self._deltas[index] for token in delta.logprobs]
 
     def _ending(self, index: int) -> dict[str, Any]:
-        """A choice without deltas was asked for zero tokens."""
-        return _ending(self._deltas[index][-1]) if self._deltas[index] else {"finish_reason": FinishReason.LENGTH.value}
+        return _ending(self._deltas[index][-1])
 
 
 class ChatAnswer(_WholeAnswer):

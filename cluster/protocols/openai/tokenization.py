@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import FailFast, Field
+from pydantic import Field
 
 from cluster.errors import BadRequest
 from cluster.limits import RequestLimits
@@ -20,7 +20,7 @@ class TokenizeRequest(WireModel):
 
     model: Identifier
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], FailFast()] | None = Field(default=None, min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -30,7 +30,7 @@ class TokenizeRequest(WireModel):
 
 class DetokenizeRequest(WireModel):
     model: Identifier
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
 def parse_tokenize_request(fields: Mapping[str, Any], limits: RequestLimits) -> TokenizeRequest:

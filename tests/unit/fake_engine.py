@@ -1,0 +1,129 @@
+"""An engine without a model: it says the prompt back, token by token, then ends. Scheduler and block pool are the real ones."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from kvcache.block_pool import BlockPool
+from replicas.async_engine import KVChanges
+from replicas.model_description import ModelDescription
+from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput, TokenLogprob
+from replicas.scheduler import Scheduler, SchedulerConfig
+from replicas.stats import ReplicaStats
+from replicas.step_statistics import StepStatistics
+
+BLOCK_SIZE = 16
+LOGPROB = -0.5
+"""Of every token; its alternatives are itself and the next ids, each 0.25 less probable."""
+
+
+class EchoEngine:
+    """Token i of the answer is token i of the prompt; after the last comes EOS.
+
+    `gate`, when cleared, holds every step back. `tokens_left` makes it die after that many more tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        eos_token_id: int,
+        vocab_size: int,
+        max_model_len: int = 2048,
+        max_num_seqs: int = 16,
+        num_blocks: int = 512,
+        failing_token_id: int | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=1024,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset({eos_token_id}),
+        )
+        self.scheduler = Scheduler(config, self.pool)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.tokens_left: int | None = None
+        self._eos = eos_token_id
+        self._failing_token_id = failing_token_id
+        self._statistics = StepStatistics()
+        self.description = ModelDescription(
+            max_model_len=max_model_len, vocab_size=vocab_size, block_size=BLOCK_SIZE, dtype="float32", tokenizer_source="fake"
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(self, request: GenerationRequest) -> None:
+        if any(token_id >= self.description.vocab_size for token_id in request.prompt_ids):
+            raise RequestRejected("prompt_ids holds an id outside the vocabulary")
+        self.scheduler.add(request)
+
+    def cancel(self, key: RequestKey) -> bool:
+        return self.scheduler.cancel(key)
+
+    def step(self) -> StepOutput:
+        self.gate.wait(timeout=0.01)
+        if not self.gate.is_set():
+            return StepOutput(progress=tuple(self.scheduler.take_ended()))
+        plan = self.scheduler.schedule()
+        if not plan.chunks:
+            return StepOutput(progress=tuple(self.scheduler.take_ended()))
+        sampling = [chunk.state for chunk in plan.chunks if chunk.samples]
+        token_ids = [self._next(state.request, state.num_output_tokens) for state in sampling]
+        if self.tokens_left is not None:
+            self.tokens_left -= len(token_ids)
+            if self.tokens_left < 0:
+                raise OSError("the fake engine dies, as its test wants")
+        errors = {index: "the model gave NaN" for index, token_id in enumerate(token_ids) if token_id == self._failing_token_id}
+        progress = self.scheduler.update(plan, [[token_id] for token_id in token_ids], errors)
+        wants = {state.request.key: state.request.params.logprobs for state in sampling}
+        output = StepOutput(
+            progress=tuple(_with_logprobs(item, wants.get(item.key)) for item in progress),
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_decode_tokens=plan.num_tokens - plan.num_prefill_tokens,
+            num_preemptions=plan.num_preemptions,
+            step_s=0.001,
+        )
+        self._statistics.add(output)
+        return output
+
+    def stats(self) -> ReplicaStats:
+        pool = self.pool.statistics()
+        return replace(
+            self._statistics.snapshot(),
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+        )
+
+    def kv_changes(self, since: int | None) -> KVChanges:
+        log = self.pool.events
+        if since is not None and (events := log.since(since)) is not None:
+            return KVChanges(first_event=since, events=events, is_full_state=False)
+        return KVChanges(first_event=log.next_number, events=self.pool.stored_blocks(), is_full_state=True)
+
+    def close(self) -> None:
+        for state in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.scheduler.cancel(state.request.key)
+
+    def _next(self, request: GenerationRequest, position: int) -> int:
+        """With ignore_eos the prompt is said again and again."""
+        prompt = request.prompt_ids
+        if request.params.ignore_eos:
+            return prompt[position % len(prompt)]
+        return prompt[position] if position < len(prompt) else self._eos
+
+
+def _with_logprobs(progress: RequestProgress, num_top: int | None) -> RequestProgress:
+    if num_top is None or not progress.token_ids or progress.finish_reason is FinishReason.FAILED:
+        return progress
+    entries = tuple(
+        TokenLogprob(token_id, LOGPROB, tuple((token_id + rank, LOGPROB - 0.25 * rank) for rank in range(num_top)))
+        for token_id in progress.token_ids
+    )
+    return replace(progress, logprobs=entries)

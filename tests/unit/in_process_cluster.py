@@ -1,0 +1,141 @@
+"""The cluster without Ray: real router, reporters and asynchronous engines in one event loop, over a fake model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+
+from cluster.access_log import AccessRecord
+from cluster.backend import ReplicaGone
+from cluster.gateway_config import GatewayConfig
+from cluster.http_app import create_app
+from cluster.model_registry import ModelRegistry
+from replicas.async_engine import AsyncEngine, EngineUnhealthy
+from replicas.model_description import ModelDescription
+from replicas.reporter import ReplicaIdentity, Reporter
+from replicas.request import GenerationRequest, RequestProgress
+from replicas.text.tokenizer import Tokenizer
+from router.async_router import AsyncRouter
+from router.config import RouterConfig
+from router.policy_choice import make_policy
+from router.router import Router
+from router.snapshot import Decision, Rejection, RoutingRequest
+from tests.unit.fake_engine import BLOCK_SIZE, EchoEngine
+
+MODEL = "echo"
+
+
+class Replica:
+    """One engine with its thread."""
+
+    def __init__(self, replica_id: str, engine: EchoEngine) -> None:
+        self.replica_id = replica_id
+        self.engine = engine
+        self.asynchronous = AsyncEngine(lambda: engine)
+
+
+class InProcessBackend:
+    """The gateway's Backend over engines of this process."""
+
+    def __init__(self, router: AsyncRouter, replicas: dict[str, Replica]) -> None:
+        self._router = router
+        self.replicas = replicas  # replica id -> replica
+
+    async def describe(self, model: str) -> ModelDescription:
+        return next(iter(self.replicas.values())).engine.description
+
+    async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
+        return await self._router.acquire(request)
+
+    async def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+        stream = self.replicas[replica_id].asynchronous.generate(request)
+        try:
+            async for progress in stream:
+                yield progress
+        except EngineUnhealthy as error:
+            raise ReplicaGone(replica_id, str(error)) from error
+        finally:
+            await stream.aclose()
+
+    def release(self, request_id: str, num_output_tokens: int) -> None:
+        self._router.release(request_id, num_output_tokens)
+
+    def report_gone(self, replica_id: str) -> None:
+        self._router.remove_replica(replica_id)
+
+    async def describe_router(self) -> dict[str, Any]:
+        return self._router.describe()
+
+
+@dataclass(slots=True)
+class InProcessCluster:
+    """What a test may touch."""
+
+    app: FastAPI
+    backend: InProcessBackend
+    replicas: list[Replica]
+    records: list[AccessRecord]
+
+    async def wait_idle(self, timeout_s: float = 5.0) -> None:
+        """Returns when no engine has a request or holds a block. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while any(each.engine.has_work or each.engine.pool.num_free != each.engine.pool.num_blocks for each in self.replicas):
+                await asyncio.sleep(0.002)
+        for replica in self.replicas:
+            replica.engine.pool.check()
+
+
+@asynccontextmanager
+async def running_cluster(
+    tokenizer: Tokenizer,
+    *,
+    config: GatewayConfig | None = None,
+    router_config: RouterConfig | None = None,
+    num_replicas: int = 1,
+    make_engine: Callable[[], EchoEngine] | None = None,
+) -> AsyncIterator[InProcessCluster]:
+    """A gateway application over `num_replicas` echo engines, all running until the context ends."""
+    router_config = router_config or RouterConfig()
+    router = AsyncRouter(Router(router_config, make_policy(router_config)))
+    router.start()
+
+    def new_engine() -> EchoEngine:
+        return EchoEngine(eos_token_id=min(tokenizer.eos_token_ids), vocab_size=tokenizer.vocab_size)
+
+    replicas = [Replica(f"replica-{index}", (make_engine or new_engine)()) for index in range(num_replicas)]
+    tasks = []
+
+    async def push(report: Any) -> Any:
+        return router.apply_report(report)
+
+    async with AsyncExitStack() as stack:
+        for replica in replicas:
+            await replica.asynchronous.start()
+            stack.push_async_callback(replica.asynchronous.shutdown)
+            identity = ReplicaIdentity(
+                replica_id=replica.replica_id,
+                model=MODEL,
+                block_size=BLOCK_SIZE,
+                max_num_seqs=replica.engine.scheduler.config.max_num_seqs,
+            )
+            reporter = Reporter(identity, replica.asynchronous, push, interval_s=0.01)
+            await reporter.report_once()
+            tasks.append(asyncio.create_task(reporter.run()))
+        backend = InProcessBackend(router, {replica.replica_id: replica for replica in replicas})
+        models = ModelRegistry([MODEL], backend, load_tokenizer=lambda source: tokenizer)
+        records: list[AccessRecord] = []
+        app = create_app(backend, config or GatewayConfig(), models, records.append)
+        await models.get(MODEL)
+        try:
+            yield InProcessCluster(app, backend, replicas, records)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await models.close()
+            await router.close()
