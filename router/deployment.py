@@ -22,7 +22,7 @@ MAX_ONGOING_REQUESTS = 1_000_000
 class RouterDeployment:
     """Its state is rebuilt from the replicas' reports after a restart."""
 
-    async def __init__(self, config: RouterConfig, log_level: str) -> None:
+    async def __init__(self, config: RouterConfig, log_level: str) -> None:  # type: ignore[misc]  # Serve awaits it
         start_logging(log_level)
         self._router = AsyncRouter(Router(config, make_policy(config)))
         self._router.start()

@@ -56,7 +56,8 @@ class PowerOfTwo:
 
 
 class LongestPrefix:
-    """The longest cached (or soon cached) prefix among replicas under a load cap; ties go to the least loaded.
+    """The longest cached (or soon cached) prefix among replicas under a load cap; ties go to the least loaded, then to the
+    one with the least work lately.
 
     The cap is `max_ratio` times the mean load plus `slack`, the rule of consistent hashing with bounded loads
     (arXiv 1608.01350); load is tokens in the replica. A match shorter than `min_share` of the prompt counts as none, as in
@@ -76,9 +77,9 @@ class LongestPrefix:
         open_replicas = [replica for replica in replicas if num_tokens(replica) <= cap]
         least = self._min_share * len(request.block_keys)
 
-        def order(replica: ReplicaSnapshot) -> tuple[int, int, int, str]:
+        def order(replica: ReplicaSnapshot) -> tuple[int, int, float, str]:
             depth = max(replica.num_cached_blocks, replica.num_pending_blocks)
-            return (-depth if depth > least else 0, num_tokens(replica), num_requests(replica), replica.replica_id)
+            return (-depth if depth > least else 0, num_tokens(replica), replica.recent_work_s, replica.replica_id)
 
         return _decision(request, min(open_replicas, key=order), snapshot)
 
