@@ -18,7 +18,11 @@ from replicas.logs import start_logging
 MAX_ONGOING_REQUESTS = 1_000_000
 
 
-@serve.deployment(max_ongoing_requests=MAX_ONGOING_REQUESTS, health_check_period_s=2.0)
+@serve.deployment(
+    max_ongoing_requests=MAX_ONGOING_REQUESTS,
+    health_check_period_s=2.0,
+    logging_config={"enable_access_log": False},  # the gateway writes its own
+)
 @serve.ingress()
 class Gateway:
     """Holds no state beyond its open connections, so that any number of gateways is the same as one."""

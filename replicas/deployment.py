@@ -29,7 +29,12 @@ MAX_ONGOING_REQUESTS = 1_000_000
 METRICS_INTERVAL_S = 1.0
 
 
-@serve.deployment(max_ongoing_requests=MAX_ONGOING_REQUESTS, health_check_period_s=1.0, health_check_timeout_s=30.0)
+@serve.deployment(
+    max_ongoing_requests=MAX_ONGOING_REQUESTS,
+    health_check_period_s=1.0,
+    health_check_timeout_s=30.0,
+    logging_config={"enable_access_log": False},  # the gateway's access log tells all of it
+)
 class ReplicaDeployment:
     """Serves one model. Token ids in, token ids out; closing a stream cancels its request."""
 

@@ -18,7 +18,13 @@ from router.snapshot import Decision, Rejection, RoutingRequest
 MAX_ONGOING_REQUESTS = 1_000_000
 
 
-@serve.deployment(num_replicas=1, max_ongoing_requests=MAX_ONGOING_REQUESTS, health_check_period_s=1.0, graceful_shutdown_timeout_s=2.0)
+@serve.deployment(
+    num_replicas=1,
+    max_ongoing_requests=MAX_ONGOING_REQUESTS,
+    health_check_period_s=1.0,
+    graceful_shutdown_timeout_s=2.0,
+    logging_config={"enable_access_log": False},  # a line for every report would drown everything else
+)
 class RouterDeployment:
     """Its state is rebuilt from the replicas' reports after a restart."""
 
