@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 _PREVIEW_BALANCE = 0.1
 _REDECIDE_S = 0.25
 """How long a request keeps its place for a full replica before it is decided again."""
+_LOOK_AGAIN_S = 1.0
+"""A queue is looked at this often even if nothing is reported: replicas fall silent, and none must wait for them."""
 _MAX_RETRY_AFTER_S = 60.0
 
 
@@ -143,7 +145,7 @@ class ModelRouter:
         if not self._replicas:
             return min(waiting.submitted_s for waiting in self._queue) + self._config.no_replica_timeout_s
         starts = [start_s for replica in self._replicas.values() if (start_s := replica.next_start_s(now_s)) is not None]
-        return min(starts, default=None)
+        return min([*starts, now_s + _LOOK_AGAIN_S])
 
     def describe(self, now_s: float) -> dict[str, object]:
         return {
@@ -189,7 +191,7 @@ class ModelRouter:
                 replica.held_tokens += waiting.wanted_tokens
                 wanted.append(replica)
             if not any(self._is_open(other, now_s) for other in self._replicas.values()):
-                self._closed_until_s = self.next_wakeup_s(now_s) or float("inf")
+                self._closed_until_s = self.next_wakeup_s(now_s)
                 break
         self._queue.restore(held)
         for replica in wanted:

@@ -32,6 +32,7 @@ def draw_comparison(runs: Sequence[dict[str, Any]], title: str, path: Path) -> N
         bars = axis.bar(names, values, color=colors)
         axis.bar_label(bars, fmt="%.3g", fontsize=8)
         axis.set_title(f"{label} ({'more' if more_is_better else 'less'} is better)", fontsize=9)
+        axis.margins(y=0.12)  # room for the labels
         axis.tick_params(labelsize=7)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=90)
