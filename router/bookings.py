@@ -32,8 +32,8 @@ class PendingPrefixes:
     """Owns the prompts of bookings whose blocks no report has shown yet, and finds prefixes that a prompt shares with them.
 
     Keys are chained, so two prompts agree up to position i exactly when their i-th keys do. Each booking is entered at the
-    positions 1, 2, 4, 8, ... and its last only; a lookup takes the deepest entry that matches and bisects from there. So a
-    booking costs O(log blocks), and not one entry a block.
+    positions 1, 2, 4, 8, ... only; a lookup takes the deepest entry that matches and bisects from there. So a booking costs
+    O(log blocks), and not one entry a block.
     """
 
     def __init__(self) -> None:
@@ -70,16 +70,13 @@ class PendingPrefixes:
                     depth = _common_prefix(keys, booking.request.block_keys, position, upper)
                     if depth > depths.get(booking.replica_id, 0):
                         depths[booking.replica_id] = depth
-            # whoever shares this anchor was just measured; the others differ before it
+            # whoever shares this anchor was just measured; the others differ, or end, before it
             upper = position - 1
         return depths
 
 
 def _anchor_positions(length: int) -> list[int]:
-    positions = [1 << exponent for exponent in range(length.bit_length()) if 1 << exponent <= length]
-    if length and positions[-1] != length:
-        positions.append(length)
-    return positions
+    return [1 << exponent for exponent in range(length.bit_length())]
 
 
 def _common_prefix(a: tuple[BlockKey, ...], b: tuple[BlockKey, ...], known: int, limit: int) -> int:

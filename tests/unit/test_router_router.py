@@ -393,13 +393,11 @@ def test_describe_is_plain_json() -> None:
 def test_router_keeps_nothing_of_requests_that_ended() -> None:
     router = make_router(num_explained=4)
     router.apply_report(report(), 0.0)
-    num_finished = 0
     for number in range(500):
         router.submit(request(f"q{number}", keys=keys_of(number, length=9), tenant=f"t{number % 7}"), number)
         router.step(number)
         router.release(f"q{number}", number + 0.5, 5)
-        num_finished += 1
-        router.apply_report(report(num_finished=num_finished, num_steps=number + 1), number + 0.9)
+        router.apply_report(report(num_finished=number + 1, num_steps=number + 1), number + 0.9)
     assert not router._model_of_request
     assert len(router._explained) == 4
     model = router._models["m"]
@@ -418,6 +416,38 @@ ACTIONS = st.lists(
 )
 
 
+def act(router: Router, action: str, number: int, value: int, submitted: list[str], epoch: int, num_steps: int, now_s: float) -> None:
+    if action == "submit":
+        keys = keys_of(number, value, length=value + 1)
+        name = f"q{len(submitted)}"
+        router.submit(request(name, tokens=16 * (value + 1), keys=keys, priority=number, tenant=f"t{value % 3}"), now_s)
+    elif action == "report":
+        router.apply_report(report(f"r{number}", epoch=epoch, num_finished=num_steps, num_steps=num_steps), now_s)
+    elif action == "restart":
+        router.apply_report(report(f"r{number}", epoch=epoch + 1), now_s)
+    elif action == "remove":
+        router.remove_replica(f"r{number}", now_s)
+    elif action == "release" and submitted:
+        router.release(submitted[value % len(submitted)], now_s, value)
+    elif action == "cancel" and submitted:
+        router.cancel(submitted[value % len(submitted)], now_s)
+
+
+def drain(router: Router, now_s: float) -> list[str]:
+    """Ids of the answers until nothing waits, with each request ending as soon as it is dispatched."""
+    answered = []
+    for _ in range(5_000):
+        for answer in router.step(now_s):
+            answered.append(answer.request_id)
+            router.release(answer.request_id, now_s, 1)
+        if not router.num_waiting:
+            break
+        wakeup_s = router.next_wakeup_s(now_s)
+        assert wakeup_s is not None
+        now_s = max(now_s + 1e-3, wakeup_s)
+    return answered
+
+
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(POLICIES), ACTIONS)
 def test_router_answers_each_request_once_and_the_same_each_time(policy: PolicyName, actions: list[tuple[str, int, int]]) -> None:
@@ -426,52 +456,23 @@ def test_router_answers_each_request_once_and_the_same_each_time(policy: PolicyN
     cancelled: set[str] = set()
     answered: Counter[str] = Counter()
     epochs = [1] * 4
-    steps = 0
     now_s = 0.0
-    for action, number, value in actions:
-        now_s += 0.01
-        both: list[list[Decision | Rejection]] = []
+    for num_steps, (action, number, value) in enumerate(actions):
+        now_s += value if action == "wait" else 0.01
+        both = []
         for router in routers:
-            if action == "submit":
-                keys = keys_of(number, value, length=value + 1)
-                router.submit(
-                    request(f"q{len(submitted)}", tokens=16 * (value + 1), keys=keys, priority=number, tenant=f"t{value % 3}"), now_s
-                )
-            elif action == "report":
-                router.apply_report(report(f"r{number}", epoch=epochs[number], num_finished=steps, num_steps=steps), now_s)
-            elif action == "release" and submitted:
-                router.release(submitted[value % len(submitted)], now_s, value)
-            elif action == "cancel" and submitted:
-                router.cancel(submitted[value % len(submitted)], now_s)
-            elif action == "remove":
-                router.remove_replica(f"r{number}", now_s)
-            elif action == "restart":
-                router.apply_report(report(f"r{number}", epoch=epochs[number] + 1), now_s)
+            act(router, action, number, value, submitted, epochs[number], num_steps, now_s)
             both.append(router.step(now_s))
+        assert both[0] == both[1]
+        answered.update(answer.request_id for answer in both[0])
         if action == "submit":
             submitted.append(f"q{len(submitted)}")
-        elif action == "report":
-            steps += 1
         elif action == "cancel" and submitted:
             cancelled.add(submitted[value % len(submitted)])
         elif action == "restart":
             epochs[number] += 1
-        elif action == "wait":
-            now_s += value
-        assert both[0] == both[1]
-        for answer in both[0]:
-            answered[answer.request_id] += 1
-    router = routers[0]
-    router.apply_report(report("last", num_steps=0), now_s)
-    for _ in range(5_000):
-        if not router.num_waiting:
-            break
-        wakeup_s = router.next_wakeup_s(now_s)
-        assert wakeup_s is not None
-        now_s = max(now_s + 1e-3, wakeup_s)
-        for answer in router.step(now_s):
-            answered[answer.request_id] += 1
-            router.release(answer.request_id, now_s, 1)
-    assert router.num_waiting == 0
+    routers[0].apply_report(report("last"), now_s)
+    answered.update(drain(routers[0], now_s))
+    assert routers[0].num_waiting == 0
     assert all(count == 1 for count in answered.values())
     assert set(answered) | cancelled == set(submitted)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from replicas.stats import ReplicaStats
+from router.rates import DrainRate, RateModel, Rates
+
+PRIOR = Rates(prefill_tokens_per_s=4_000.0, decode_step_s=0.03)
+
+
+def test_rates_nothing_measured_is_the_prior() -> None:
+    assert RateModel(PRIOR).rates("r0") == PRIOR
+
+
+def test_rates_first_measurement_replaces_the_prior_and_later_ones_are_smoothed() -> None:
+    model = RateModel(PRIOR, weight=0.25)
+    model.observe("r0", ReplicaStats(prefill_tokens_per_s=1_000.0))
+    assert model.rates("r0") == Rates(prefill_tokens_per_s=1_000.0, decode_step_s=0.03)
+    model.observe("r0", ReplicaStats(prefill_tokens_per_s=2_000.0, decode_step_s=0.01))
+    assert model.rates("r0") == Rates(prefill_tokens_per_s=1_250.0, decode_step_s=0.01)
+    model.observe("r0", ReplicaStats())
+    assert model.rates("r0").prefill_tokens_per_s == 1_250.0
+
+
+def test_rates_new_replica_is_taken_for_the_median_of_its_peers() -> None:
+    model = RateModel(PRIOR)
+    for name, rate in (("a", 1_000.0), ("b", 9_000.0), ("c", 2_000.0)):
+        model.observe(name, ReplicaStats(prefill_tokens_per_s=rate))
+    assert model.rates("new").prefill_tokens_per_s == 2_000.0
+    model.forget("c")
+    assert model.rates("new").prefill_tokens_per_s == 5_000.0
+
+
+def test_drain_rate_counts_only_backlogged_time() -> None:
+    drain = DrainRate(window_s=1.0)
+    assert drain.tokens_per_s(otherwise=123.0) == 123.0
+    drain.observe(0.0, 50, is_backlogged=False)
+    drain.observe(10.0, 50, is_backlogged=True)  # the backlog starts here
+    drain.observe(10.5, 300, is_backlogged=True)
+    drain.observe(11.0, 200, is_backlogged=True)
+    assert drain.tokens_per_s(otherwise=123.0) == pytest.approx(500.0)
+    drain.observe(12.0, 100, is_backlogged=False)
+    assert drain.tokens_per_s(otherwise=123.0) == pytest.approx(500.0 + 0.3 * (100.0 - 500.0))

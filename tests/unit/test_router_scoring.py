@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from replicas.stats import ReplicaStats
+from router.scoring import ScoringPolicy, ScoringWeights
+from router.snapshot import CandidateScore, ClusterSnapshot, ReplicaSnapshot, RoutingRequest
+
+REPLICA = ReplicaSnapshot(
+    replica_id="r0",
+    stats=ReplicaStats(num_blocks=1_000, num_free_blocks=1_000, prefill_tokens_per_s=1_000.0, decode_step_s=0.01),
+    max_num_seqs=8,
+    block_size=16,
+)
+REQUEST = RoutingRequest(request_id="q", model="m", num_prompt_tokens=320, max_tokens=100, block_keys=tuple(bytes([n]) for n in range(20)))
+
+
+def score(request: RoutingRequest, *replicas: ReplicaSnapshot, now_s: float = 0.0, **weights: float) -> tuple[CandidateScore, ...]:
+    policy = ScoringPolicy(ScoringWeights(**weights))
+    return policy.choose(request, ClusterSnapshot(now_s=now_s, replicas=replicas), 0).candidates
+
+
+def terms(replica: ReplicaSnapshot, request: RoutingRequest = REQUEST, **weights: float) -> dict[str, float]:
+    (only,) = score(request, replica, **weights)
+    assert only.cost == pytest.approx(sum(value for _, value in only.terms))
+    return dict(only.terms)
+
+
+def with_stats(**fields: float) -> ReplicaSnapshot:
+    return replace(REPLICA, stats=replace(REPLICA.stats, **fields))
+
+
+def test_idle_replica_costs_its_prefill_and_decode() -> None:
+    assert terms(REPLICA, decode=0.25) == pytest.approx(
+        {"wait": 0, "prefill": 0.32, "pending": 0, "slowdown": 0, "eviction": 0, "decode": 0.25 * 100 * 0.01, "balance": 0}
+    )
+
+
+def test_cached_blocks_save_prefill_and_pending_ones_most_of_it() -> None:
+    cached = terms(replace(REPLICA, num_cached_blocks=10, num_pending_blocks=15), pending=0.9)
+    assert cached["prefill"] == pytest.approx(0.16)
+    assert cached["pending"] == pytest.approx(-0.9 * 0.08)
+    # the last token is always computed
+    assert terms(replace(REPLICA, num_cached_blocks=20, num_pending_blocks=20))["prefill"] == pytest.approx(0.001)
+
+
+def test_wait_is_reported_prefill_less_what_went_since_plus_bookings() -> None:
+    queued = replace(with_stats(num_uncomputed_tokens=2_000), report_age_s=0.5, num_booked_prefill_tokens=300)
+    assert terms(queued)["wait"] == pytest.approx(2.0 - 0.5 + 0.3)
+
+
+def test_wait_for_a_slot_follows_littles_law() -> None:
+    # one request too many for 8 slots, each held for 256 steps of 10 ms
+    assert terms(with_stats(num_running=8))["wait"] == pytest.approx(256 * 0.01 / 8)
+
+
+def test_wait_for_blocks_follows_littles_law() -> None:
+    # 320 + 100 tokens need 26.25 blocks, 6.25 more than are free; 980 are held for 2.56 s each
+    assert terms(with_stats(num_free_blocks=20))["wait"] == pytest.approx(6.25 * 2.56 / 980)
+
+
+def test_slowdown_counts_those_who_decode_beside() -> None:
+    assert terms(with_stats(num_running=4), slowdown=0.1)["slowdown"] == pytest.approx(0.1 * 4 * 0.32)
+
+
+def test_eviction_costs_only_what_blank_blocks_do_not_hold() -> None:
+    # 26.25 new blocks, 10 blank ones: 16.25 blocks of 16 ms each fall out of the cache
+    assert terms(with_stats(num_cached_blocks=990), eviction=0.5)["eviction"] == pytest.approx(0.5 * 16.25 * 0.016)
+    assert terms(with_stats(num_cached_blocks=500), eviction=0.5)["eviction"] == 0
+
+
+def test_balance_counts_recent_work_above_the_least() -> None:
+    first, second = score(REQUEST, replace(REPLICA, recent_work_s=5.0), replace(REPLICA, replica_id="r1", recent_work_s=7.0), balance=0.1)
+    assert dict(first.terms)["balance"] == 0
+    assert dict(second.terms)["balance"] == pytest.approx(0.2)
+
+
+def test_deadline_that_would_be_missed_costs_more() -> None:
+    request = replace(REQUEST, deadline_s=100.2)
+    (only,) = score(request, REPLICA, now_s=100.0, overdue=3.0)
+    assert dict(only.terms)["overdue"] == pytest.approx(3.0 * 0.12)
+
+
+def test_ties_go_by_prefix_not_by_order_and_keep_to_it() -> None:
+    replicas = [replace(REPLICA, replica_id=f"r{number}") for number in range(8)]
+    policy = ScoringPolicy()
+    chosen = set()
+    for number in range(40):
+        keys = tuple(bytes([number, position]) for position in range(20))
+        request = replace(REQUEST, block_keys=keys)
+        first = policy.choose(request, ClusterSnapshot(now_s=0.0, replicas=tuple(replicas)), 0).replica_id
+        again = policy.choose(replace(request, request_id="other"), ClusterSnapshot(now_s=9.0, replicas=tuple(replicas)), 5).replica_id
+        assert first == again
+        chosen.add(first)
+    assert len(chosen) >= 6
+
+
+def test_prediction_is_wait_and_prefill_and_a_step() -> None:
+    queued = with_stats(num_uncomputed_tokens=1_000)
+    decision = ScoringPolicy().choose(REQUEST, ClusterSnapshot(now_s=0.0, replicas=(queued,)), 0)
+    assert decision.predicted_ttft_s == pytest.approx(1.0 + 0.32 + 0.01)
