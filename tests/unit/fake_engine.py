@@ -65,6 +65,11 @@ class EchoEngine:
         return self.scheduler.cancel(key)
 
     def step(self) -> StepOutput:
+        output = self._step()
+        self._statistics.add(output)
+        return output
+
+    def _step(self) -> StepOutput:
         self.gate.wait(timeout=0.01)
         if not self.gate.is_set():
             return StepOutput(progress=tuple(self.scheduler.take_ended()))
@@ -80,15 +85,13 @@ class EchoEngine:
         errors = {index: "the model gave NaN" for index, token_id in enumerate(token_ids) if token_id == self._failing_token_id}
         progress = self.scheduler.update(plan, [[token_id] for token_id in token_ids], errors)
         wants = {state.request.key: state.request.params.logprobs for state in sampling}
-        output = StepOutput(
+        return StepOutput(
             progress=tuple(_with_logprobs(item, wants.get(item.key)) for item in progress),
             num_prefill_tokens=plan.num_prefill_tokens,
             num_decode_tokens=plan.num_tokens - plan.num_prefill_tokens,
             num_preemptions=plan.num_preemptions,
             step_s=0.001,
         )
-        self._statistics.add(output)
-        return output
 
     def stats(self) -> ReplicaStats:
         pool = self.pool.statistics()

@@ -85,7 +85,7 @@ class InProcessCluster:
         """Returns when no engine has a request or holds a block. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while any(each.engine.has_work or each.engine.pool.num_free != each.engine.pool.num_blocks for each in self.replicas):
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(0.002)  # the engines' threads have no event to tell of it
         for replica in self.replicas:
             replica.engine.pool.check()
 

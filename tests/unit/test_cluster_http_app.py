@@ -181,7 +181,7 @@ async def test_request_id_comes_back_and_an_unsafe_one_is_replaced(client: httpx
     assert response.headers["x-request-id"] == "abc-123"
     response = await client.get("/version", headers={"X-Request-Id": "bad id with spaces"})
     assert response.headers["x-request-id"].startswith("req-")
-    assert [record.request_id for record in cluster.records][0] == "abc-123"
+    assert cluster.records[0].request_id == "abc-123"
 
 
 async def test_access_record_tells_cost_and_ending(client: httpx.AsyncClient, cluster: InProcessCluster) -> None:
@@ -194,7 +194,9 @@ async def test_access_record_tells_cost_and_ending(client: httpx.AsyncClient, cl
     assert record.finish_reasons == ["stop"]
     assert record.replicas == ["replica-0"]
     assert record.prompt is None
-    assert record.ttft_s is not None and record.duration_s is not None and record.ttft_s <= record.duration_s
+    assert record.ttft_s is not None
+    assert record.duration_s is not None
+    assert record.ttft_s <= record.duration_s
 
 
 async def test_cached_prompt_tokens_are_told(client: httpx.AsyncClient) -> None:
@@ -208,9 +210,6 @@ async def test_cached_prompt_tokens_are_told(client: httpx.AsyncClient) -> None:
 async def test_replica_death_in_mid_stream_is_only_a_pause(default_tokenizer: Tokenizer) -> None:
     prompt = " ".join(str(number) for number in range(200))
     async with running_cluster(default_tokenizer, num_replicas=2) as cluster, client_of(cluster) as client:
-        for replica in cluster.replicas:
-            replica.engine.tokens_left = 100
-        cluster.replicas[1].engine.tokens_left = None
         cluster.replicas[0].engine.tokens_left = 100
         responses = await asyncio.gather(
             *(client.post(TEXT, json={"model": MODEL, "prompt": prompt, "max_tokens": 1000, "stream": True}) for _ in range(2))
@@ -218,14 +217,3 @@ async def test_replica_death_in_mid_stream_is_only_a_pause(default_tokenizer: To
         for response in responses:
             assert "".join(chunk["choices"][0]["text"] for chunk in events_of(response.text)) == prompt
         assert sum(record.num_failovers for record in cluster.records) >= 1
-
-
-async def test_every_replica_dead_after_first_token_ends_with_an_error_event(default_tokenizer: Tokenizer) -> None:
-    async with running_cluster(default_tokenizer, num_replicas=3) as cluster, client_of(cluster) as client:
-        for replica in cluster.replicas:
-            replica.engine.tokens_left = 3
-        body = {"model": MODEL, "prompt": "a b c d e f g h i j k l m n o p q r s t", "max_tokens": 100, "stream": True}
-        text = (await client.post(TEXT, json=body)).text
-        last = json.loads([line for line in text.split("\n\n") if line][-1].removeprefix("data: "))
-        check_schema("ErrorResponse", last)
-        assert last["error"]["type"] == "service_unavailable_error"

@@ -1,0 +1,98 @@
+"""Clients that leave: their requests are gone from queue, prefill or decode at once, and no block stays held."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from replicas.text.tokenizer import Tokenizer
+from tests.unit.http_server import serving
+from tests.unit.in_process_cluster import MODEL, InProcessCluster, running_cluster
+
+
+@pytest.fixture
+async def cluster(default_tokenizer: Tokenizer) -> AsyncIterator[InProcessCluster]:
+    async with running_cluster(default_tokenizer) as running:
+        yield running
+
+
+@pytest.fixture
+async def port(cluster: InProcessCluster) -> AsyncIterator[int]:
+    async with serving(cluster.app) as bound:
+        yield bound
+
+
+async def post(port: int, *, stream: bool, prompt: str = "one two three", n: int = 1) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Sends an endless request and returns the connection."""
+    body = json.dumps({"model": MODEL, "prompt": prompt, "ignore_eos": True, "max_tokens": 1900, "stream": stream, "n": n}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    return reader, writer
+
+
+async def wait_running(cluster: InProcessCluster, count: int) -> None:
+    async with asyncio.timeout(5):
+        while len(cluster.replicas[0].engine.scheduler.running) < count:
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_disconnect_in_decode_frees_every_block(cluster: InProcessCluster, port: int, stream: bool, n: int) -> None:
+    _, writer = await post(port, stream=stream, n=n)
+    await wait_running(cluster, n)
+    writer.close()
+    await cluster.wait_idle()
+    assert cluster.replicas[0].engine.stats().num_cancelled == n
+    assert cluster.records[-1].status == 499
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_disconnect_while_queued_leaves_the_queue(cluster: InProcessCluster, port: int, stream: bool) -> None:
+    engine = cluster.replicas[0].engine
+    engine.gate.clear()
+    writers = [(await post(port, stream=stream))[1] for _ in range(40)]  # 16 run or wait inside, the rest in the router
+    await asyncio.sleep(0.1)
+    for writer in writers:
+        writer.close()
+    async with asyncio.timeout(5):
+        while any(model["num_waiting"] for model in (await cluster.backend.describe_router()).values()):
+            await asyncio.sleep(0.005)
+    engine.gate.set()
+    await cluster.wait_idle()
+    async with asyncio.timeout(5):
+        while any(model["num_bookings"] for model in (await cluster.backend.describe_router()).values()):
+            await asyncio.sleep(0.005)
+
+
+async def test_streams_closed_at_random_moments_hold_no_block(cluster: InProcessCluster, port: int) -> None:
+    dice = random.Random(5)
+
+    async def one() -> None:
+        reader, writer = await post(port, stream=True, prompt="word " * dice.randint(1, 200))
+        await asyncio.sleep(dice.random() * 0.3)
+        if dice.random() < 0.5:
+            await reader.read(dice.randint(1, 4000))
+        writer.close()
+
+    await asyncio.gather(*(one() for _ in range(32)))
+    await cluster.wait_idle()
+
+
+async def test_slow_reader_does_not_stop_the_others(cluster: InProcessCluster, port: int) -> None:
+    _, slow = await post(port, stream=True)  # never read
+    reader, fast = await post(port, stream=True)
+    fast_bytes = 0
+    async with asyncio.timeout(10):
+        while b"[DONE]" not in (data := await reader.read(65536)):
+            fast_bytes += len(data)
+    assert fast_bytes > 0
+    slow.close()
+    fast.close()
+    await cluster.wait_idle()
