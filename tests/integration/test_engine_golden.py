@@ -1,0 +1,161 @@
+"""The golden rule: greedy tokens equal transformers' generate on the default model, however the work is cut up."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from replicas.engine import Engine
+from replicas.engine_config import EngineConfig
+from replicas.sampling_params import SamplingParams
+from replicas.scheduler import Scheduler, SchedulerConfig
+from replicas.text.tokenizer import Tokenizer
+from tests.engine_harness import GREEDY, requests_for, run
+from tests.prompts import mixed_prompts
+
+NUM_OUTPUT = 64
+ALONE = range(20) if os.environ.get("MANTA_TEST_EXHAUSTIVE") else range(0, 20, 7)
+"""Prompts that also run alone under every combination; all of them takes twenty minutes on two cores."""
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture(scope="module")
+def prompts(default_tokenizer: Tokenizer) -> list[list[int]]:
+    return mixed_prompts(default_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def model(default_model_dir: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def expected(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    eos = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = None
+    outputs = [
+        model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), max_new_tokens=NUM_OUTPUT, do_sample=False)[0]
+        for p in prompts
+    ]
+    model.generation_config.eos_token_id = eos
+    return [output[len(p) :].tolist() for output, p in zip(outputs, prompts, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def engine(default_model_dir: Path) -> Engine:
+    return Engine.load(EngineConfig(model=str(default_model_dir), dtype="float32", max_model_len=1024, kv_cache_bytes=1 << 30))
+
+
+def _rescheduled(engine: Engine, *, budget: int, caching: bool, num_blocks: int | None = None) -> Engine:
+    """The same model and KV tensors under another scheduler, its cache empty."""
+    from kvcache.block_pool import BlockPool
+
+    old = engine.scheduler
+    num_blocks = num_blocks or old.pool.num_blocks
+    config = SchedulerConfig(
+        max_num_seqs=16,
+        max_num_batched_tokens=budget,
+        max_model_len=min(old.config.max_model_len, num_blocks * old.pool.block_size),
+        eos_token_ids=old.config.eos_token_ids,
+        enable_prefix_caching=caching,
+    )
+    engine.scheduler = Scheduler(config, BlockPool(num_blocks, old.pool.block_size))
+    return engine
+
+
+@pytest.mark.parametrize("budget", [2048, 37], ids=["whole", "chunked"])
+def test_sixteen_at_once_cold_then_hot_equal_generate(
+    engine: Engine, prompts: list[list[int]], expected: list[list[int]], budget: int
+) -> None:
+    engine = _rescheduled(engine, budget=budget, caching=True)
+    for state in ("cold", "hot"):
+        for start in (0, 4):  # two overlapping batches of 16
+            results = run(engine, requests_for(prompts[start : start + 16], prefix=f"{state}{start}-"))
+            assert [r.token_ids for r in results] == expected[start : start + 16]
+            if state == "hot":
+                assert all(r.num_cached_tokens >= len(p) - 16 for r, p in zip(results, prompts[start : start + 16], strict=True))
+
+
+@pytest.mark.parametrize("budget", [2048, 37], ids=["whole", "chunked"])
+def test_alone_cold_then_hot_equals_generate(engine: Engine, prompts: list[list[int]], expected: list[list[int]], budget: int) -> None:
+    for index in ALONE:
+        engine = _rescheduled(engine, budget=budget, caching=True)
+        for state in ("cold", "hot"):
+            (result,) = run(engine, requests_for([prompts[index]], prefix=state))
+            assert result.token_ids == expected[index], f"prompt {index}, {state}"
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("budget", [2048, 37], ids=["whole", "chunked"])
+def test_forced_preemption_equals_generate(
+    engine: Engine, prompts: list[list[int]], expected: list[list[int]], budget: int, caching: bool
+) -> None:
+    longest = max(len(p) for p in prompts) + NUM_OUTPUT
+    engine = _rescheduled(engine, budget=budget, caching=caching, num_blocks=-(-longest // 16) * 3)
+    before = engine.stats().num_preemptions
+    results = run(engine, requests_for(prompts[4:20]))
+    assert engine.stats().num_preemptions - before >= 5, "the pool was meant to be too small"
+    assert [r.token_ids for r in results] == expected[4:20]
+
+
+def test_seed_alone_and_batched_gives_the_same_tokens(engine: Engine, prompts: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, max_tokens=24, ignore_eos=True)
+    seeds = [1000 + i for i in range(16)]
+    batched = run(_rescheduled(engine, budget=37, caching=True), requests_for(prompts[:16], params, seeds=seeds))
+    for index in (0, 6, 11, 15):
+        (alone,) = run(
+            _rescheduled(engine, budget=2048, caching=False), requests_for([prompts[index]], params, seeds=[seeds[index]], prefix="alone")
+        )
+        assert alone.token_ids == batched[index].token_ids
+    other = run(_rescheduled(engine, budget=2048, caching=True), requests_for(prompts[:1], params, seeds=[5]))
+    assert other[0].token_ids != batched[0].token_ids
+
+
+def test_choices_share_the_prompt_and_differ_by_choice(engine: Engine, prompts: list[list[int]]) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, n=3)
+    engine = _rescheduled(engine, budget=2048, caching=True)
+    (base,) = requests_for([prompts[3]], params)
+    results = run(engine, [replace(base, choice=choice) for choice in range(3)])
+    assert len({tuple(r.token_ids) for r in results}) == 3
+    assert [r.num_cached_tokens for r in results] == [0] + [(len(prompts[3]) - 1) // 16 * 16] * 2
+
+
+def test_resend_with_output_ids_continues_exactly(engine: Engine, prompts: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0.8, frequency_penalty=0.5, repetition_penalty=1.1, max_tokens=20, ignore_eos=True)
+    engine = _rescheduled(engine, budget=2048, caching=True)
+    (whole,) = run(engine, requests_for([prompts[1]], params, prefix="whole"))
+    (base,) = requests_for([prompts[1]], params, prefix="resent")
+    (rest,) = run(_rescheduled(engine, budget=64, caching=False), [replace(base, output_ids=tuple(whole.token_ids[:9]), attempt=1)])
+    assert whole.token_ids[:9] + rest.token_ids == whole.token_ids
+
+
+def test_logprobs_equal_transformers_log_softmax(engine: Engine, model: PreTrainedModel, prompts: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0.7, max_tokens=10, logprobs=5, ignore_eos=True)
+    (result,) = run(_rescheduled(engine, budget=37, caching=True), requests_for([prompts[2]], params))
+    with torch.inference_mode():
+        logits_TV = model(torch.tensor([prompts[2] + result.token_ids])).logits[0]
+    expected_TV = logits_TV.log_softmax(-1)[len(prompts[2]) - 1 :]
+    for position, found in enumerate(result.logprobs):
+        top = expected_TV[position].topk(5)
+        assert found.token_id == result.token_ids[position]
+        assert found.logprob == pytest.approx(float(expected_TV[position, found.token_id]), abs=1e-3)
+        assert [value for _, value in found.top] == pytest.approx(top.values.tolist(), abs=1e-3)
+
+
+def test_bfloat16_tokens_are_within_half_a_nat_of_the_best(
+    default_model_dir: Path, model: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    engine = Engine.load(
+        EngineConfig(model=str(default_model_dir), dtype="bfloat16", max_model_len=1024, kv_cache_bytes=1 << 29, max_num_batched_tokens=256)
+    )
+    params = replace(GREEDY, max_tokens=24)
+    chosen = prompts[::5]
+    for prompt, result in zip(chosen, run(engine, requests_for(chosen, params)), strict=True):
+        with torch.inference_mode():
+            logprobs_TV = model(torch.tensor([prompt + result.token_ids])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        gaps = logprobs_TV.amax(-1) - logprobs_TV.gather(-1, torch.tensor(result.token_ids)[:, None])[:, 0]
+        assert float(gaps.max()) <= 0.5
