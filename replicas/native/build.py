@@ -21,7 +21,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-SOURCES = (Path(__file__).with_name("attention.cpp"),)
+SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp",
     "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
@@ -55,7 +55,7 @@ def _build(compiler: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
-            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(built), *_openmp_runtime()]
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(built), *_openmp_runtime()]
             result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             if result.returncode != 0:
                 raise NativeUnavailable(f"{compiler} failed: {(result.stderr.strip().splitlines() or ['no output'])[0]}")
@@ -74,7 +74,8 @@ def _openmp_runtime() -> list[str]:
 def _fingerprint(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256()
-    for part in (*(source.read_text() for source in SOURCES), *FLAGS, version, _cpu_identity(), torch.__version__, os.fspath(compiler)):
+    sources = sorted(SOURCE.parent.glob("*.h")) + [SOURCE]
+    for part in (*(source.read_text() for source in sources), *FLAGS, version, _cpu_identity(), torch.__version__, os.fspath(compiler)):
         digest.update(part.encode())
     return digest.hexdigest()[:16]
 

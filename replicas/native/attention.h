@@ -7,80 +7,17 @@
 // The softmax is computed online over chunks of tokens (Milakov & Gimelshein, arXiv 1805.02867; FlashAttention,
 // arXiv 2205.14135). The plain reference beside it is replicas/attention/reference.py.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
+#pragma once
+
 #include <vector>
 
-namespace {
+#include "vector.h"
 
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-inline float to_float(BFloat16 x) {
-    uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-inline void store(float* to, float x) { *to = x; }
-inline void store(BFloat16* to, float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    // Round to nearest even; a NaN keeps a set mantissa bit.
-    to->bits = std::isnan(x) ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-// e^x for x <= 0 within 2 units in the last place; below -87 it is 0. Branch-free, so that loops over it vectorise.
-inline float exp_nonpositive(float x) {
-    const float clamped = std::max(x, -87.0f);
-    const float n = std::nearbyint(clamped * 1.44269504f);
-    const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    const float e = p * r * r + r + 1.0f;
-    const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-    float scale;
-    std::memcpy(&scale, &bits, sizeof scale);
-    return x < -87.0f ? 0.0f : e * scale;
-}
-
-#if defined(__AVX512F__)
-constexpr int WIDTH = 16;  // floats in a register
-#elif defined(__AVX__)
-constexpr int WIDTH = 8;
-#else
-constexpr int WIDTH = 4;
-#endif
-typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float))));
-
-constexpr int LANES = 16;  // tokens whose scores, or dims whose sums, are computed together
-constexpr int NUM_VECTORS = LANES / WIDTH;
-
-inline void load_lanes(const float* from, Vector to[NUM_VECTORS]) { std::memcpy(to, from, LANES * sizeof(float)); }
-inline void load_lanes(const BFloat16* from, Vector to[NUM_VECTORS]) {
-    typedef uint16_t Half __attribute__((vector_size(WIDTH * sizeof(uint16_t))));
-    typedef uint32_t Word __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
-    for (int i = 0; i < NUM_VECTORS; ++i) {
-        Half half;
-        std::memcpy(&half, from + i * WIDTH, sizeof half);
-        const Word word = __builtin_convertvector(half, Word) << 16;
-        std::memcpy(&to[i], &word, sizeof word);
-    }
-}
+namespace manta {
 
 constexpr int CHUNK = 128;  // tokens between two updates of the running softmax
 constexpr int ROWS = 4;     // query rows that share each load of K or V
 constexpr int STRIDE = CHUNK + LANES;  // of a row of scores; whole vectors are stored past the last token
-constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 struct Shape {
     int64_t num_heads, num_kv_heads, k_dim, v_dim, block_size;
@@ -99,10 +36,10 @@ void score_tokens(const float* q, const T* k_block, const Shape& s, int64_t firs
         for (int64_t d = 0; d < s.k_dim; ++d) {
             Vector k[NUM_VECTORS];
             load_lanes(k_block + d * s.block_size + first + t, k);
-            for (int r = 0; r < rows; ++r)
-                for (int i = 0; i < NUM_VECTORS; ++i) sum[r][i] += q[r * s.k_dim + d] * k[i];
+            UNROLL for (int r = 0; r < rows; ++r)
+                UNROLL for (int i = 0; i < NUM_VECTORS; ++i) sum[r][i] += q[r * s.k_dim + d] * k[i];
         }
-        for (int r = 0; r < rows; ++r) std::memcpy(&scores[r * STRIDE + t], sum[r], sizeof sum[r]);
+        UNROLL for (int r = 0; r < rows; ++r) store_lanes(sum[r], &scores[r * STRIDE + t]);
     }
     for (; t < num; ++t)
         for (int r = 0; r < rows; ++r) {
@@ -118,14 +55,14 @@ void add_values(const float* weights, const T* v_block, const Shape& s, int64_t 
     int64_t d = 0;
     for (; d + LANES <= s.v_dim; d += LANES) {
         Vector sum[rows][NUM_VECTORS];
-        for (int r = 0; r < rows; ++r) load_lanes(&acc[r * s.v_dim + d], sum[r]);
+        UNROLL for (int r = 0; r < rows; ++r) load_lanes(&acc[r * s.v_dim + d], sum[r]);
         for (int64_t t = 0; t < num; ++t) {
             Vector v[NUM_VECTORS];
             load_lanes(v_block + (first + t) * s.v_dim + d, v);
-            for (int r = 0; r < rows; ++r)
-                for (int i = 0; i < NUM_VECTORS; ++i) sum[r][i] += weights[r * STRIDE + t] * v[i];
+            UNROLL for (int r = 0; r < rows; ++r)
+                UNROLL for (int i = 0; i < NUM_VECTORS; ++i) sum[r][i] += weights[r * STRIDE + t] * v[i];
         }
-        for (int r = 0; r < rows; ++r) std::memcpy(&acc[r * s.v_dim + d], sum[r], sizeof sum[r]);
+        UNROLL for (int r = 0; r < rows; ++r) store_lanes(sum[r], &acc[r * s.v_dim + d]);
     }
     for (; d < s.v_dim; ++d)
         for (int64_t t = 0; t < num; ++t)
@@ -133,7 +70,7 @@ void add_values(const float* weights, const T* v_block, const Shape& s, int64_t 
 }
 
 // One tile: consecutive query tokens of one request times the query heads of one kv head.
-template <typename T>
+template <typename Q, typename KV>
 struct Tile {
     const Shape& s;
     int64_t group, num_tokens, num_rows;
@@ -150,11 +87,11 @@ struct Tile {
     }
 
     // Row r is query token r / group, query head kv_head * group + r % group. Scaled queries are kept as float.
-    void load(const T* query, int64_t first_token, int64_t tokens, int64_t kv_head) {
+    void load(const Q* query, int64_t first_token, int64_t tokens, int64_t kv_head) {
         num_tokens = tokens;
         num_rows = tokens * group;
         for (int64_t r = 0; r < num_rows; ++r) {
-            const T* from = query + (first_token + r / group) * s.q_token_stride + (kv_head * group + r % group) * s.q_head_stride;
+            const Q* from = query + (first_token + r / group) * s.q_token_stride + (kv_head * group + r % group) * s.q_head_stride;
             for (int64_t d = 0; d < s.k_dim; ++d) q[r * s.k_dim + d] = to_float(from[d]) * s.scale;
         }
         std::fill(acc.begin(), acc.end(), 0.0f);
@@ -198,25 +135,25 @@ struct Tile {
         }
     }
 
-    void attend(const T* k_cache, const T* v_cache, const int32_t* table, int64_t first_position, int64_t kv_head) {
+    void attend(const KV* k_cache, const KV* v_cache, const int32_t* table, int64_t first_position, int64_t kv_head) {
         const int64_t end = first_position + num_tokens;
         const int64_t low = s.window > 0 ? std::max<int64_t>(first_position - s.window + 1, 0) : 0;
         for (int64_t base = low / CHUNK * CHUNK; base < end; base += CHUNK) {
             const int64_t begin = std::max(base, low / s.block_size * s.block_size);
             const int64_t chunk_end = std::min<int64_t>(base + CHUNK, end);
             over_blocks(begin, chunk_end, [&](int64_t token, int64_t block, int64_t first, int64_t count) {
-                const T* k_block = k_cache + (table[block] * s.num_kv_heads + kv_head) * s.k_dim * s.block_size;
+                const KV* k_block = k_cache + (table[block] * s.num_kv_heads + kv_head) * s.k_dim * s.block_size;
                 for_row_groups([&](int64_t r, auto rows) {
                     float* to = &scores[r * STRIDE + token - base];
-                    score_tokens<T, decltype(rows)::value>(&q[r * s.k_dim], k_block, s, first, count, to);
+                    score_tokens<KV, decltype(rows)::value>(&q[r * s.k_dim], k_block, s, first, count, to);
                 });
             });
             weigh(base, chunk_end - base, first_position);
             over_blocks(begin, chunk_end, [&](int64_t token, int64_t block, int64_t first, int64_t count) {
-                const T* v_block = v_cache + (table[block] * s.num_kv_heads + kv_head) * s.v_dim * s.block_size;
+                const KV* v_block = v_cache + (table[block] * s.num_kv_heads + kv_head) * s.v_dim * s.block_size;
                 for_row_groups([&](int64_t r, auto rows) {
                     const float* weights = &scores[r * STRIDE + token - base];
-                    add_values<T, decltype(rows)::value>(weights, v_block, s, first, count, &acc[r * s.v_dim]);
+                    add_values<KV, decltype(rows)::value>(weights, v_block, s, first, count, &acc[r * s.v_dim]);
                 });
             });
         }
@@ -233,9 +170,9 @@ struct Tile {
         }
     }
 
-    void save(T* out, int64_t first_token, int64_t kv_head) const {
+    void save(Q* out, int64_t first_token, int64_t kv_head) const {
         for (int64_t r = 0; r < num_rows; ++r) {
-            T* to = out + ((first_token + r / group) * s.num_heads + kv_head * group + r % group) * s.v_dim;
+            Q* to = out + ((first_token + r / group) * s.num_heads + kv_head * group + r % group) * s.v_dim;
             const float share = 1.0f / row_sum[r];
             for (int64_t d = 0; d < s.v_dim; ++d) store(to + d, acc[r * s.v_dim + d] * share);
         }
@@ -246,8 +183,8 @@ struct Work {
     int64_t request, kv_head, first_token, num_tokens;
 };
 
-template <typename T>
-void attend(const T* query, const T* k_cache, const T* v_cache, T* out, const int32_t* tables, int64_t table_stride,
+template <typename Q, typename KV>
+void attend(const Q* query, const KV* k_cache, const KV* v_cache, Q* out, const int32_t* tables, int64_t table_stride,
             const int32_t* query_starts, const int32_t* context_lens, int64_t num_requests, const Shape& s, int num_threads) {
     const int64_t tile_tokens = std::max<int64_t>(1, 32 / (s.num_heads / s.num_kv_heads));
     std::vector<Work> work;
@@ -258,7 +195,7 @@ void attend(const T* query, const T* k_cache, const T* v_cache, T* out, const in
     const int64_t num_work = static_cast<int64_t>(work.size());
 #pragma omp parallel num_threads(num_threads)
     {
-        Tile<T> tile(s, tile_tokens);
+        Tile<Q, KV> tile(s, tile_tokens);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_work; ++i) {
             const Work& w = work[i];
@@ -270,54 +207,21 @@ void attend(const T* query, const T* k_cache, const T* v_cache, T* out, const in
     }
 }
 
-template <typename T>
-void write(const T* key, const T* value, T* k_cache, T* v_cache, const int64_t* slots, int64_t num_tokens, const Shape& s,
+template <typename Q, typename KV>
+void write(const Q* key, const Q* value, KV* k_cache, KV* v_cache, const int64_t* slots, int64_t num_tokens, const Shape& s,
            int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_tokens > 16)
     for (int64_t t = 0; t < num_tokens; ++t) {
         const int64_t block = slots[t] / s.block_size, offset = slots[t] % s.block_size;
         for (int64_t h = 0; h < s.num_kv_heads; ++h) {
-            T* k_to = k_cache + (block * s.num_kv_heads + h) * s.k_dim * s.block_size + offset;
-            const T* k_from = key + t * k_token_stride + h * k_head_stride;
-            for (int64_t d = 0; d < s.k_dim; ++d) k_to[d * s.block_size] = k_from[d];
-            T* v_to = v_cache + ((block * s.num_kv_heads + h) * s.block_size + offset) * s.v_dim;
-            std::memcpy(v_to, value + t * v_token_stride + h * v_head_stride, s.v_dim * sizeof(T));
+            KV* k_to = k_cache + (block * s.num_kv_heads + h) * s.k_dim * s.block_size + offset;
+            const Q* k_from = key + t * k_token_stride + h * k_head_stride;
+            for (int64_t d = 0; d < s.k_dim; ++d) store(k_to + d * s.block_size, to_float(k_from[d]));
+            KV* v_to = v_cache + ((block * s.num_kv_heads + h) * s.block_size + offset) * s.v_dim;
+            const Q* v_from = value + t * v_token_stride + h * v_head_stride;
+            for (int64_t d = 0; d < s.v_dim; ++d) store(v_to + d, to_float(v_from[d]));
         }
     }
 }
 
-}  // namespace
-
-extern "C" {
-
-struct MantaAttentionArgs {
-    void *query, *key, *value, *out, *k_cache, *v_cache;
-    const int32_t *tables, *query_starts, *context_lens;
-    const int64_t* slots;
-    int64_t num_tokens, num_requests, table_stride;
-    int64_t num_heads, num_kv_heads, k_dim, v_dim, block_size;
-    int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
-    int64_t window;
-    float scale, softcap;
-    int32_t num_threads, is_bfloat16;
-};
-
-// Writes this step's keys and values of one layer, then attends over everything the block tables name.
-void manta_paged_attention(const MantaAttentionArgs* a) {
-    const Shape s{a->num_heads, a->num_kv_heads, a->k_dim, a->v_dim, a->block_size, a->q_token_stride, a->q_head_stride,
-                  a->scale, a->softcap, a->window};
-    auto run = [&](auto type) {
-        using T = decltype(type);
-        auto* k_cache = static_cast<T*>(a->k_cache);
-        auto* v_cache = static_cast<T*>(a->v_cache);
-        write(static_cast<const T*>(a->key), static_cast<const T*>(a->value), k_cache, v_cache, a->slots, a->num_tokens, s,
-              a->k_token_stride, a->k_head_stride, a->v_token_stride, a->v_head_stride, a->num_threads);
-        attend(static_cast<const T*>(a->query), k_cache, v_cache, static_cast<T*>(a->out), a->tables, a->table_stride,
-               a->query_starts, a->context_lens, a->num_requests, s, a->num_threads);
-    };
-    if (a->is_bfloat16)
-        run(BFloat16{});
-    else
-        run(float{});
-}
-}
+}  // namespace manta

@@ -1,0 +1,172 @@
+// The step of a llama-like decoder: embedding, layers of attention and gated MLP, final norm, logits.
+//
+// Letters: T tokens of the packed step, N rows whose logits are wanted. Activations and all sums are float; weights and KV are
+// float or bfloat16. Each layer is two segments, and each segment leaves its contribution in `delta`, which the next one adds
+// to the residual stream first: between two segments is where ranks of a tensor-parallel group add up their deltas.
+#pragma once
+
+#include "attention.h"
+#include "matmul.h"
+
+extern "C" {
+
+struct MantaLinear {
+    const void* panels;  // packed [panel, k, 16]
+    const float* bias;   // or null
+    int64_t num_outputs, num_k;
+};
+
+struct MantaLayer {
+    const float *input_norm, *post_norm, *q_norm, *k_norm;  // the last two are null where the family has none
+    MantaLinear qkv, out, gate_up, down;                    // fused along the outputs: q, k, v; gate, up
+    void *k_cache, *v_cache;
+    int64_t window;
+};
+
+struct MantaDecoder {
+    const void* embedding;  // [vocabulary, hidden], not packed
+    const float* final_norm;
+    MantaLinear lm_head;
+    const MantaLayer* layers;
+    int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, block_size;
+    float norm_eps, scale;
+    int32_t is_bfloat16, num_threads;
+};
+
+struct MantaStep {
+    const int64_t *token_ids, *slots, *logit_rows;
+    const int32_t *tables, *query_starts, *context_lens;
+    const float *cos, *sin;  // [T, head_dim]
+    float *hidden, *delta;   // [T, hidden_size], [T, hidden_size rounded up to 16]
+    float *normed, *wide, *narrow;  // scratch: [T, hidden_size]; [T, widest projection]; [T, widest input of a projection]
+    float* logits;           // [N, vocabulary rounded up to 16]
+    int64_t num_tokens, num_requests, table_stride, num_logit_rows;
+};
+}
+
+namespace manta {
+
+template <typename T>
+struct Decoder {
+    const MantaDecoder& model;
+    const MantaStep& step;
+
+    void embed() const {
+        const T* table = static_cast<const T*>(model.embedding);
+        for (int64_t t = 0; t < step.num_tokens; ++t) {
+            const T* from = table + step.token_ids[t] * model.hidden_size;
+            float* to = step.hidden + t * model.hidden_size;
+            for (int64_t i = 0; i < model.hidden_size; ++i) to[i] = to_float(from[i]);
+        }
+    }
+
+    // hidden += delta
+    void add_delta() const {
+        const int64_t stride = (model.hidden_size + PANEL - 1) / PANEL * PANEL;
+        for_tokens(step.num_tokens, [&](int64_t t) {
+            float* to = step.hidden + t * model.hidden_size;
+            const float* from = step.delta + t * stride;
+            for (int64_t i = 0; i < model.hidden_size; ++i) to[i] += from[i];
+        });
+    }
+
+    void attention_segment(int64_t index) const {
+        const MantaLayer& layer = model.layers[index];
+        if (index > 0) add_delta();
+        normalize(layer.input_norm);
+        project(step.normed, layer.qkv, step.wide);
+        const int64_t width = (layer.qkv.num_outputs + PANEL - 1) / PANEL * PANEL;
+        const int64_t num_rotated = model.num_heads + model.num_kv_heads;
+        for_tokens(step.num_tokens, [&](int64_t t) {
+            for (int64_t h = 0; h < num_rotated; ++h) {
+                float* head = step.wide + t * width + h * model.head_dim;
+                const float* norm = h < model.num_heads ? layer.q_norm : layer.k_norm;
+                if (norm != nullptr) rms_norm(head, norm, model.head_dim, head);
+                rotate(head, step.cos + t * model.head_dim, step.sin + t * model.head_dim);
+            }
+        });
+        const float* key = step.wide + model.num_heads * model.head_dim;
+        const float* value = key + model.num_kv_heads * model.head_dim;
+        T *k_cache = static_cast<T*>(layer.k_cache), *v_cache = static_cast<T*>(layer.v_cache);
+        const Shape shape{model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim, model.block_size, width,
+                          model.head_dim,  model.scale,        0.0f,           layer.window};
+        write(key, value, k_cache, v_cache, step.slots, step.num_tokens, shape, width, model.head_dim, width, model.head_dim,
+              model.num_threads);
+        attend(step.wide, k_cache, v_cache, step.narrow, step.tables, step.table_stride, step.query_starts, step.context_lens,
+               step.num_requests, shape, model.num_threads);
+        project(step.narrow, layer.out, step.delta);
+    }
+
+    void mlp_segment(int64_t index) const {
+        const MantaLayer& layer = model.layers[index];
+        add_delta();
+        normalize(layer.post_norm);
+        project(step.normed, layer.gate_up, step.wide);
+        const int64_t width = (layer.gate_up.num_outputs + PANEL - 1) / PANEL * PANEL, size = model.intermediate_size;
+        for_tokens(step.num_tokens, [&](int64_t t) {
+            const float *gate = step.wide + t * width, *up = gate + size;
+            float* to = step.narrow + t * size;
+#pragma omp simd
+            for (int64_t i = 0; i < size; ++i) to[i] = silu(gate[i]) * up[i];
+        });
+        project(step.narrow, layer.down, step.delta);
+    }
+
+    void logits() const {
+        add_delta();
+        for (int64_t n = 0; n < step.num_logit_rows; ++n)
+            rms_norm(step.hidden + step.logit_rows[n] * model.hidden_size, model.final_norm, model.hidden_size,
+                     step.normed + n * model.hidden_size);
+        if (step.num_logit_rows > 0) project_rows(step.normed, step.num_logit_rows, model.lm_head, step.logits);
+    }
+
+  private:
+    void normalize(const float* weight) const {
+        for_tokens(step.num_tokens, [&](int64_t t) {
+            rms_norm(step.hidden + t * model.hidden_size, weight, model.hidden_size, step.normed + t * model.hidden_size);
+        });
+    }
+
+    // RMSNorm (arXiv 1910.07467); `to` may be `from`.
+    void rms_norm(const float* from, const float* weight, int64_t size, float* to) const {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < size; ++i) sum += from[i] * from[i];
+        const float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + model.norm_eps);
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) to[i] = weight[i] * (from[i] * scale);
+    }
+
+    // Rotary position embedding in the half-split order of llama checkpoints.
+    void rotate(float* head, const float* cos, const float* sin) const {
+        const int64_t half = model.head_dim / 2;
+        for (int64_t i = 0; i < half; ++i) {
+            const float low = head[i], high = head[i + half];
+            head[i] = low * cos[i] - high * sin[i];
+            head[i + half] = high * cos[i + half] + low * sin[i + half];
+        }
+    }
+
+    static float silu(float x) {
+        const float e = exp_nonpositive(-std::abs(x));
+        return x * (x >= 0 ? 1.0f : e) / (1.0f + e);
+    }
+
+    void project(const float* from, const MantaLinear& linear, float* to) const { project_rows(from, step.num_tokens, linear, to); }
+
+    void project_rows(const float* from, int64_t num_rows, const MantaLinear& linear, float* to) const {
+        const PackedWeight<T> weight{static_cast<const T*>(linear.panels), linear.num_outputs, linear.num_k};
+        multiply(from, num_rows, weight, to, model.num_threads);
+        if (linear.bias == nullptr) return;
+        for (int64_t r = 0; r < num_rows; ++r)
+            for (int64_t i = 0; i < linear.num_outputs; ++i) to[r * weight.stride() + i] += linear.bias[i];
+    }
+
+    template <typename F>
+    void for_tokens(int64_t num_tokens, F&& call) const {
+#pragma omp parallel for num_threads(model.num_threads) schedule(static) if (num_tokens > 4)
+        for (int64_t t = 0; t < num_tokens; ++t) call(t);
+    }
+};
+
+}  // namespace manta

@@ -1,0 +1,242 @@
+"""A llama-like decoder as one native call a step. Letters: T tokens, H hidden size, N logit rows, V vocabulary, D head dim."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcache.tensors import KVTensors
+from replicas.attention.backend import LayerCall
+from replicas.step_tensors import StepTensors
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+PANEL = 16
+"""Outputs that the kernels compute together; packed weights and result rows are padded to a multiple of it."""
+
+
+class Unsupported(ValueError):
+    """This model is not a decoder that the native step knows; the message says in what. Another runner serves it."""
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [("panels", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("num_outputs", ctypes.c_int64), ("num_k", ctypes.c_int64)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
+        ("window", ctypes.c_int64),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        ("embedding", ctypes.c_void_p),
+        ("final_norm", ctypes.c_void_p),
+        ("lm_head", _Linear),
+        ("layers", ctypes.POINTER(_Layer)),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "block_size")
+        ),
+        ("norm_eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("is_bfloat16", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    ]
+
+
+_STEP_POINTERS = (
+    "token_ids", "slots", "logit_rows", "tables", "query_starts", "context_lens", "cos", "sin", "hidden", "delta", "normed",
+    "wide", "narrow", "logits",
+)  # fmt: skip
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _STEP_POINTERS),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_requests", "table_stride", "num_logit_rows")),
+    ]
+
+
+def why_not_native(config: Any) -> str | None:
+    """Why the native step does not know a model, judged by its transformers configuration; None when it does."""
+    if config.model_type not in FAMILIES:
+        return f"model type {config.model_type!r} is not one of {', '.join(sorted(FAMILIES))}"
+    if config.hidden_act != "silu":
+        return f"hidden_act is {config.hidden_act!r}, not 'silu'"
+    if getattr(config, "mlp_bias", False):
+        return "its MLP has biases"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return f"head_dim {head_dim} is odd" if head_dim % 2 else None
+
+
+def pack(weight_NK: torch.Tensor) -> torch.Tensor:
+    """A linear weight [outputs, inputs] as panels [outputs / 16, inputs, 16], padded with zeros."""
+    num_outputs, num_k = weight_NK.shape
+    padded = torch.nn.functional.pad(weight_NK, (0, 0, 0, -num_outputs % PANEL))
+    return padded.view(-1, PANEL, num_k).transpose(1, 2).contiguous()
+
+
+class NativeDecoder:
+    """Owns the packed weights and the scratch memory of one model, and runs its steps; behind the ModelRunner contract.
+
+    Weights and KV are float32 or bfloat16, activations and all sums float32, so bfloat16 needs no hardware for it. A row's
+    logits are the same to the bit whatever else is in the step. The plain twin is `model_runner.TransformersRunner`.
+    """
+
+    def __init__(self, library: ctypes.CDLL, model: PreTrainedModel, calls: Mapping[int, LayerCall], kv: KVTensors) -> None:
+        """Takes the model's weights over: each is packed and its original freed, so memory is held once."""
+        config = model.config
+        if reason := why_not_native(config):
+            raise Unsupported(reason)
+        self._library = library
+        self._keep: list[torch.Tensor] = []  # what the structs point into
+        self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = model.model.rotary_emb
+        call = calls[0]
+        self._head_dim, self._vocab_size = call.k_dim, config.vocab_size
+        head = model.lm_head.weight
+        embedding = self._hold(model.model.embed_tokens.weight.detach())
+        layers = (_Layer * len(calls))()
+        for index, (to, layer) in enumerate(zip(layers, model.model.layers, strict=True)):
+            self._fill_layer(to, layer, calls[index], kv.layer(index))
+        self._lm_head = self._linear([head.detach()], [None])
+        if head is not model.model.embed_tokens.weight:
+            model.lm_head.weight = None
+        self._layers = layers
+        self._max_wide = max(_padded(x.num_outputs) for layer in layers for x in (layer.qkv, layer.gate_up))
+        self._max_narrow = max(x.num_k for layer in layers for x in (layer.out, layer.down))
+        self._decoder = _Decoder(
+            embedding=embedding,
+            final_norm=self._floats(model.model.norm.weight),
+            lm_head=self._lm_head,
+            layers=layers,
+            num_layers=len(layers),
+            hidden_size=config.hidden_size,
+            num_heads=call.num_heads,
+            num_kv_heads=call.num_kv_heads,
+            head_dim=call.k_dim,
+            intermediate_size=config.intermediate_size,
+            block_size=kv.block_size,
+            norm_eps=model.model.norm.variance_epsilon,
+            scale=call.scale,
+            is_bfloat16=model.dtype == torch.bfloat16,
+            num_threads=torch.get_num_threads(),
+        )
+
+    @torch.inference_mode()
+    def forward(self, step: StepTensors) -> torch.Tensor:
+        """Writes the step's KV and returns the logits of `step.logit_rows`, float32 [N, V]."""
+        num_tokens, num_rows = step.token_ids_T.shape[0], step.logit_rows.shape[0]
+        hidden_size = self._decoder.hidden_size
+        example = torch.empty(0)
+        cos_1TD, sin_1TD = self._rotary(example, step.positions_T[None])
+        buffers = {
+            "cos": cos_1TD.contiguous(),
+            "sin": sin_1TD.contiguous(),
+            "hidden": torch.empty(num_tokens, hidden_size),
+            "delta": torch.empty(num_tokens, _padded(hidden_size)),
+            "normed": torch.empty(num_tokens, hidden_size),
+            "wide": torch.empty(num_tokens, self._max_wide),
+            "narrow": torch.empty(num_tokens, self._max_narrow),
+            "logits": torch.empty(num_rows, _padded(self._vocab_size)),
+            "token_ids": step.token_ids_T,
+            "slots": step.slots_T,
+            "logit_rows": step.logit_rows,
+            "tables": step.block_tables_RM,
+            "query_starts": step.query_starts_R1,
+            "context_lens": step.context_lens_R,
+        }
+        args = _Step(
+            **{name: tensor.data_ptr() for name, tensor in buffers.items()},
+            num_tokens=num_tokens,
+            num_requests=step.context_lens_R.shape[0],
+            table_stride=step.block_tables_RM.stride(0),
+            num_logit_rows=num_rows,
+        )
+        self._run(args)
+        return buffers["logits"][:, : self._vocab_size]
+
+    def _run(self, step: _Step) -> None:
+        """The whole step as one call, during which no Python lock is held."""
+        self._library.manta_decoder_step(ctypes.byref(self._decoder), ctypes.byref(step))
+
+    def _fill_layer(self, to: _Layer, layer: Any, call: LayerCall, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        to.input_norm = self._floats(layer.input_layernorm.weight)
+        to.post_norm = self._floats(layer.post_attention_layernorm.weight)
+        if hasattr(attention, "q_norm"):
+            to.q_norm, to.k_norm = self._floats(attention.q_norm.weight), self._floats(attention.k_norm.weight)
+        to.qkv = self._fused(attention.q_proj, attention.k_proj, attention.v_proj)
+        to.out = self._fused(attention.o_proj)
+        to.gate_up = self._fused(mlp.gate_proj, mlp.up_proj)
+        to.down = self._fused(mlp.down_proj)
+        to.k_cache, to.v_cache = kv[0].data_ptr(), kv[1].data_ptr()
+        to.window = call.window or 0
+
+    def _fused(self, *modules: Any) -> _Linear:
+        linear = self._linear([module.weight.detach() for module in modules], [module.bias for module in modules])
+        for module in modules:
+            module.weight = None
+        return linear
+
+    def _linear(self, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> _Linear:
+        weight_NK = torch.cat(weights) if len(weights) > 1 else weights[0]
+        bias = None
+        if any(b is not None for b in biases):
+            parts = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+            bias = self._floats(torch.cat([p.detach() for p in parts]))
+        return _Linear(panels=self._hold(pack(weight_NK)), bias=bias, num_outputs=weight_NK.shape[0], num_k=weight_NK.shape[1])
+
+    def _floats(self, tensor: torch.Tensor) -> int:
+        return self._hold(tensor.detach().float().contiguous())
+
+    def _hold(self, tensor: torch.Tensor) -> int:
+        self._keep.append(tensor)
+        return tensor.data_ptr()
+
+
+class SegmentedDecoder(NativeDecoder):
+    """The same step, segment by segment: readable, and with the seams where ranks add up their deltas.
+
+    `all_reduce` gets the delta [T, H rounded up to 16] of each segment and adds those of the other ranks in place.
+    """
+
+    EMBED, ATTENTION, MLP, LOGITS = range(4)
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: PreTrainedModel,
+        calls: Mapping[int, LayerCall],
+        kv: KVTensors,
+        all_reduce: Callable[[torch.Tensor], None] = lambda delta: None,
+    ) -> None:
+        super().__init__(library, model, calls, kv)
+        self._all_reduce = all_reduce
+
+    def _run(self, step: _Step) -> None:
+        width = _padded(self._decoder.hidden_size)
+        memory = (ctypes.c_float * (step.num_tokens * width)).from_address(step.delta)
+        delta_TH = torch.frombuffer(memory, dtype=torch.float32).view(step.num_tokens, width)
+        self._segment(step, self.EMBED)
+        for layer in range(self._decoder.num_layers):
+            for segment in (self.ATTENTION, self.MLP):
+                self._segment(step, segment, layer)
+                self._all_reduce(delta_TH)
+        self._segment(step, self.LOGITS)
+
+    def _segment(self, step: _Step, segment: int, layer: int = 0) -> None:
+        self._library.manta_decoder_segment(
+            ctypes.byref(self._decoder), ctypes.byref(step), ctypes.c_int32(segment), ctypes.c_int64(layer)
+        )
+
+
+def _padded(size: int) -> int:
+    return -(-size // PANEL) * PANEL

@@ -1,0 +1,84 @@
+// The C interface of the CPU kernels. Python mirrors each struct field by field (replicas/attention/native.py and
+// replicas/native/decoder.py); all memory belongs to the caller, who also keeps the pointers valid for the call.
+
+#include "attention.h"
+#include "decoder.h"
+
+namespace {
+
+// Calls `call` with a value of the element type.
+template <typename F>
+void with_type(bool is_bfloat16, F&& call) {
+    if (is_bfloat16)
+        call(manta::BFloat16{});
+    else
+        call(float{});
+}
+
+}  // namespace
+
+extern "C" {
+
+struct MantaAttentionArgs {
+    void *query, *key, *value, *out, *k_cache, *v_cache;
+    const int32_t *tables, *query_starts, *context_lens;
+    const int64_t* slots;
+    int64_t num_tokens, num_requests, table_stride;
+    int64_t num_heads, num_kv_heads, k_dim, v_dim, block_size;
+    int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+    int64_t window;
+    float scale, softcap;
+    int32_t num_threads, is_bfloat16;
+};
+
+// Writes this step's keys and values of one layer, then attends over everything the block tables name.
+void manta_paged_attention(const MantaAttentionArgs* a) {
+    const manta::Shape s{a->num_heads, a->num_kv_heads, a->k_dim, a->v_dim,   a->block_size,
+                         a->q_token_stride, a->q_head_stride, a->scale, a->softcap, a->window};
+    with_type(a->is_bfloat16, [&](auto type) {
+        using T = decltype(type);
+        T *k_cache = static_cast<T*>(a->k_cache), *v_cache = static_cast<T*>(a->v_cache);
+        manta::write(static_cast<const T*>(a->key), static_cast<const T*>(a->value), k_cache, v_cache, a->slots, a->num_tokens, s,
+                     a->k_token_stride, a->k_head_stride, a->v_token_stride, a->v_head_stride, a->num_threads);
+        manta::attend(static_cast<const T*>(a->query), k_cache, v_cache, static_cast<T*>(a->out), a->tables, a->table_stride,
+                      a->query_starts, a->context_lens, a->num_requests, s, a->num_threads);
+    });
+}
+
+// out [num_rows, outputs rounded up to 16] = in [num_rows, k] times a packed weight, for tests of the multiplication alone.
+void manta_multiply(const float* in, int64_t num_rows, const MantaLinear* linear, float* out, int32_t is_bfloat16, int32_t num_threads) {
+    with_type(is_bfloat16, [&](auto type) {
+        using T = decltype(type);
+        const manta::PackedWeight<T> weight{static_cast<const T*>(linear->panels), linear->num_outputs, linear->num_k};
+        manta::multiply(in, num_rows, weight, out, num_threads);
+    });
+}
+
+// One whole step.
+void manta_decoder_step(const MantaDecoder* model, const MantaStep* step) {
+    with_type(model->is_bfloat16, [&](auto type) {
+        const manta::Decoder<decltype(type)> decoder{*model, *step};
+        decoder.embed();
+        for (int64_t layer = 0; layer < model->num_layers; ++layer) {
+            decoder.attention_segment(layer);
+            decoder.mlp_segment(layer);
+        }
+        decoder.logits();
+    });
+}
+
+enum MantaSegment : int32_t { MANTA_EMBED, MANTA_ATTENTION, MANTA_MLP, MANTA_LOGITS };
+
+// One segment of a step; the caller may change `step->delta` between two of them.
+void manta_decoder_segment(const MantaDecoder* model, const MantaStep* step, int32_t segment, int64_t layer) {
+    with_type(model->is_bfloat16, [&](auto type) {
+        const manta::Decoder<decltype(type)> decoder{*model, *step};
+        switch (segment) {
+            case MANTA_EMBED: return decoder.embed();
+            case MANTA_ATTENTION: return decoder.attention_segment(layer);
+            case MANTA_MLP: return decoder.mlp_segment(layer);
+            default: return decoder.logits();
+        }
+    });
+}
+}

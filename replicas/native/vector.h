@@ -1,0 +1,84 @@
+// Numbers and vectors that the kernels share: bfloat16, whole vectors of floats, exponentials.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace manta {
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) {
+    uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+inline void store(float* to, float x) { *to = x; }
+inline void store(BFloat16* to, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    // Round to nearest even; a NaN keeps a set mantissa bit.
+    to->bits = std::isnan(x) ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// e^x for x <= 0 within 2 units in the last place; below -87 it is 0. Branch-free, so that loops over it vectorise.
+inline float exp_nonpositive(float x) {
+    const float clamped = std::max(x, -87.0f);
+    const float n = std::nearbyint(clamped * 1.44269504f);
+    const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    const float e = p * r * r + r + 1.0f;
+    const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, sizeof scale);
+    return x < -87.0f ? 0.0f : e * scale;
+}
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;  // floats in a register
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float))));
+
+// Loops over registers must be unrolled whole, or the compiler keeps the array in memory.
+#define UNROLL _Pragma("GCC unroll 16")
+
+constexpr int LANES = 16;  // tokens whose scores, or dims whose sums, are computed together
+constexpr int NUM_VECTORS = LANES / WIDTH;
+
+inline void load_lanes(const float* from, Vector to[NUM_VECTORS]) {
+    UNROLL for (int i = 0; i < NUM_VECTORS; ++i) std::memcpy(&to[i], from + i * WIDTH, sizeof to[i]);
+}
+inline void store_lanes(const Vector from[NUM_VECTORS], float* to) {
+    UNROLL for (int i = 0; i < NUM_VECTORS; ++i) std::memcpy(to + i * WIDTH, &from[i], sizeof from[i]);
+}
+inline void load_lanes(const BFloat16* from, Vector to[NUM_VECTORS]) {
+    typedef uint16_t Half __attribute__((vector_size(WIDTH * sizeof(uint16_t))));
+    typedef uint32_t Word __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
+    UNROLL for (int i = 0; i < NUM_VECTORS; ++i) {
+        Half half;
+        std::memcpy(&half, from + i * WIDTH, sizeof half);
+        const Word word = __builtin_convertvector(half, Word) << 16;
+        std::memcpy(&to[i], &word, sizeof word);
+    }
+}
+
+constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+
+}  // namespace manta
