@@ -9,10 +9,8 @@ from math import exp
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.bookings import Booking
 from router.rates import Rates
-from router.snapshot import ReplicaSnapshot
+from router.snapshot import RECENT_WORK_S, ReplicaSnapshot
 
-RECENT_WORK_S = 60.0
-"""Time constant of `recent_work_s`: long enough to span the pauses of a conversation's load, short enough to forget."""
 _SNAPSHOT_AGE_S = 0.1
 
 

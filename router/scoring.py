@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.policies import rendezvous_weight
-from router.snapshot import CandidateScore, ClusterSnapshot, Decision, ReplicaSnapshot, RoutingRequest
+from router.snapshot import RECENT_WORK_S, CandidateScore, ClusterSnapshot, Decision, ReplicaSnapshot, RoutingRequest
+
+_COLD_BALANCE = 0.01
+_MAX_UTILIZATION = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,14 +17,19 @@ class ScoringWeights:
 
     slowdown: float = 0.02
     """A second of prefill, for each request that decodes beside it (chunked prefill stretches their steps)."""
-    eviction: float = 0.3
-    """A second of recomputing what the new blocks push out of the cache: about the chance that it is asked for again."""
+    queueing: float = 1.0
+    """A second of prefill, for each second that it keeps those waiting who come while the replica is busy: utilization /
+    (1 - utilization) of them, as in any queue with random arrivals."""
+    eviction: float = 2.0
+    """A second of recomputing what the new blocks push out of the cache, and later what is pushed out in turn."""
     pending: float = 0.9
     """A second of prefill that blocks booked but not reported yet are expected to save."""
     decode: float = 0.25
     """A second that the answer takes longer because the replica's decode step is slower."""
     balance: float = 0.1
-    """A second of work sent to the replica lately, above what the least busy candidate got."""
+    """A second of work sent to the replica lately, beyond `tolerance` above the least of the candidates."""
+    tolerance: float = 0.03
+    """Share by which recent work may differ before affinity yields to it; below, it only settles where cold prompts go."""
     overdue: float = 1.0
     """A second by which the first token is predicted to miss its deadline, on top of the wait itself."""
 
@@ -42,8 +50,11 @@ class ScoringPolicy:
         self._tie_s = tie_s
 
     def choose(self, request: RoutingRequest, snapshot: ClusterSnapshot, seed: int) -> Decision:
-        least_work_s = min(replica.recent_work_s for replica in snapshot.replicas)
-        scores = [self._score(request, replica, snapshot.now_s, least_work_s) for replica in snapshot.replicas]
+        work_s = [replica.recent_work_s for replica in snapshot.replicas]
+        least_work_s = min(work_s)
+        utilization = min(_MAX_UTILIZATION, sum(work_s) / len(work_s) / RECENT_WORK_S)
+        num_behind = self._weights.queueing * utilization / (1 - utilization)
+        scores = [self._score(request, replica, snapshot.now_s, least_work_s, num_behind) for replica in snapshot.replicas]
         limit = min(score.cost for score in scores) + self._tie_s
         tied = [index for index, score in enumerate(scores) if score.cost <= limit]
         best = tied[0]
@@ -59,7 +70,9 @@ class ScoringPolicy:
             candidates=tuple(scores),
         )
 
-    def _score(self, request: RoutingRequest, replica: ReplicaSnapshot, now_s: float, least_work_s: float) -> CandidateScore:
+    def _score(
+        self, request: RoutingRequest, replica: ReplicaSnapshot, now_s: float, least_work_s: float, num_behind: float
+    ) -> CandidateScore:
         weights, stats, size = self._weights, replica.stats, replica.block_size
         rate = stats.prefill_tokens_per_s or 1.0
         num_outputs = min(request.max_tokens, self._expected_output_tokens * request.num_choices)
@@ -74,19 +87,22 @@ class ScoringPolicy:
         num_new_blocks = (num_uncached - num_pending + num_outputs) / size
         num_blank_blocks = max(0, min(stats.num_free_blocks, stats.num_blocks - stats.num_cached_blocks))
         eviction_s = weights.eviction * max(0.0, num_new_blocks - num_blank_blocks) * size / rate
+        queueing_s = num_behind * computed_s
         slowdown_s = weights.slowdown * stats.num_running * computed_s
         decode_s = weights.decode * num_outputs * (stats.decode_step_s or 0.0)
-        balance_s = weights.balance * (replica.recent_work_s - least_work_s)
+        ahead_s = replica.recent_work_s - least_work_s
+        balance_s = _COLD_BALANCE * ahead_s + weights.balance * max(0.0, ahead_s - weights.tolerance * least_work_s)
         terms: tuple[tuple[str, float], ...] = (
             ("wait", wait_s),
             ("prefill", prefill_s),
             ("pending", pending_s),
+            ("queueing", queueing_s),
             ("slowdown", slowdown_s),
             ("eviction", eviction_s),
             ("decode", decode_s),
             ("balance", balance_s),
         )
-        cost = wait_s + prefill_s + pending_s + slowdown_s + eviction_s + decode_s + balance_s
+        cost = wait_s + prefill_s + pending_s + queueing_s + slowdown_s + eviction_s + decode_s + balance_s
         if request.deadline_s is not None:
             overdue_s = weights.overdue * max(0.0, now_s + wait_s + computed_s - request.deadline_s)
             terms = (*terms, ("overdue", overdue_s))

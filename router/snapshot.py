@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from kvcache.hashing import BlockKey
 from replicas.stats import ReplicaStats
 
+RECENT_WORK_S = 300.0
+"""Time constant of `ReplicaSnapshot.recent_work_s`: long enough to average over bursts, short enough to forget a night."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRequest:
@@ -48,7 +51,8 @@ class ReplicaSnapshot:
     num_booked_prefill_tokens: int = 0
     num_booked_context_tokens: int = 0
     recent_work_s: float = 0.0
-    """Seconds of prefill sent there lately, decaying; what keeps replicas even while none of them has a queue."""
+    """Seconds of prefill sent there lately, decaying with `RECENT_WORK_S`; under a steady load, that times its utilization.
+    It keeps replicas even while none of them has a queue."""
     report_age_s: float = 0.0
 
 
