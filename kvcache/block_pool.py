@@ -99,7 +99,8 @@ class BlockPool:
     def publish(self, block_id: int, key: BlockKey, parent: BlockKey, token_ids: Sequence[int]) -> bool:
         """Makes a held block findable; False when another block already has the key (this one stays private)."""
         block = self._blocks[block_id]
-        assert block.ref_count > 0 and block.key is None, f"block {block_id} cannot be published"
+        assert block.ref_count > 0, f"block {block_id} is published but not held"
+        assert block.key is None, f"block {block_id} is published twice"
         if key in self._by_key:
             return False
         block.key, block.parent, block.token_bytes = key, parent, array("q", token_ids).tobytes()

@@ -223,7 +223,7 @@ class AsyncEngine:
         assert self._loop is not None
         try:
             engine = self._load()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  the caller of start() gets it
             self._error = error
             self._loop.call_soon_threadsafe(_reject, ready, error)
             return

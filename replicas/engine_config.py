@@ -7,6 +7,7 @@ from typing import Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Runner = Literal["auto", "native", "transformers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,10 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory that weights, activations and KV may use together (CUDA)."""
     enable_prefix_caching: bool = True
+    runner: Runner = "auto"
+    """auto: the whole step as one native call where CPU, compiler and architecture allow, else transformers' modules."""
     attention_backend: str = "auto"
-    """auto, or the name of one backend in replicas/attention."""
+    """auto, or the name of one backend in replicas/attention; for the transformers runner."""
     num_threads: int | None = None
     """Torch threads; None takes the cores this process may use."""
     trust_remote_code: bool = False

@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -13,15 +14,16 @@ from kvcache.block_pool import BlockPool
 from kvcache.hashing import CacheIdentity
 from kvcache.prefix_cache import BlockKeyChain
 from kvcache.tensors import KVTensors, bytes_per_token
-from replicas.attention.backend import AttentionBackend, LayerCall
+from replicas.attention.backend import LayerCall
 from replicas.attention.selection import select_backend
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
 from replicas.kv_sizing import KVSize, cpu_budget_bytes, size_kv
 from replicas.model_description import ModelDescription
 from replicas.model_loader import LoadedModel, load_model
-from replicas.model_runner import TransformersRunner, kv_groups, probe_layers, transformers_logits
+from replicas.model_runner import ModelRunner, TransformersRunner, kv_groups, probe_layers, transformers_logits
 from replicas.model_support import UnsupportedModel
+from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch
 from replicas.request import GenerationRequest
 from replicas.request_state import RequestState
 from replicas.sampler import Sampler
@@ -44,22 +46,40 @@ def load_engine(config: EngineConfig) -> Engine:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     loaded = load_model(config)
+    try:
+        return _assemble(config, loaded)
+    except NativeMismatch as error:
+        if config.runner == "native":
+            raise ValueError(f"runner 'native' cannot serve {loaded.source}: {error}; use 'auto' or 'transformers'") from error
+        logger.warning("loading again for the transformers runner: %s", error)
+    return _assemble(config, load_model(replace(config, runner="transformers")))
+
+
+def _assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
     calls = probe_layers(loaded.model)
-    backend = select_backend(config.attention_backend, calls.values(), loaded.dtype, loaded.device)
+    backend = None
+    if loaded.native_library is None:
+        backend = select_backend(config.attention_backend, calls.values(), loaded.dtype, loaded.device)
     size = _size(config, loaded, calls)
     kv = KVTensors(
         kv_groups(calls),
-        layout=backend.layout,
+        layout=LAYOUT if backend is None else backend.layout,
         num_blocks=size.num_blocks,
         block_size=config.block_size,
         dtype=loaded.dtype,
         device=loaded.device,
     )
-    runner = TransformersRunner(loaded.model, backend, kv)
+    check = _SelfCheck(loaded, size.max_model_len)
+    runner: ModelRunner
+    if backend is None:
+        assert loaded.native_library is not None
+        runner = NativeDecoder(loaded.native_library, loaded.model, calls, kv)
+    else:
+        runner = TransformersRunner(loaded.model, backend, kv)
     dry_run = _DryRun(runner, loaded, config.block_size, size)
-    _check_equals_transformers(loaded, dry_run)
+    check.compare(dry_run, is_native=backend is None)
     budget = config.max_num_batched_tokens or dry_run.budget_for(config.max_step_s, config.max_num_seqs)
-    _log_choices(config, loaded, size, budget, backend, calls)
+    _log_choices(config, loaded, size, budget, calls)
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -77,14 +97,13 @@ def load_engine(config: EngineConfig) -> Engine:
         block_size=config.block_size,
         dtype=str(loaded.dtype).removeprefix("torch."),
         tokenizer_source=loaded.source,
+        runner="native" if backend is None else "transformers",
         weights_version=config.weights_version,
     )
     # What was made so far stays for good: keeping it out of collections spares each of them the walk over the model.
     gc.collect()
     gc.freeze()
-    return Engine(
-        scheduler=scheduler, runner=runner, sampler=Sampler(loaded.vocab_size), description=description, device=loaded.device
-    )
+    return Engine(scheduler=scheduler, runner=runner, sampler=Sampler(loaded.vocab_size), description=description, device=loaded.device)
 
 
 def _size(config: EngineConfig, loaded: LoadedModel, calls: Mapping[int, LayerCall]) -> KVSize:
@@ -121,13 +140,9 @@ def _cuda_budget_bytes(config: EngineConfig, loaded: LoadedModel) -> tuple[int, 
 class _DryRun:
     """Steps outside any scheduler, on blocks that hold nothing yet."""
 
-    def __init__(self, runner: TransformersRunner, loaded: LoadedModel, block_size: int, size: KVSize) -> None:
+    def __init__(self, runner: ModelRunner, loaded: LoadedModel, block_size: int, size: KVSize) -> None:
         self._runner, self._loaded, self._block_size = runner, loaded, block_size
         self.max_tokens = min(size.max_model_len, size.num_blocks * block_size)
-
-    def token_ids(self, num_tokens: int) -> list[int]:
-        """Spread over the vocabulary, the same each time."""
-        return [(7919 * i + 13) % self._loaded.vocab_size for i in range(num_tokens)]
 
     def logits(self, token_ids: list[int], chunk_ends: list[int]) -> torch.Tensor:
         """Runs one sequence in chunks that end at `chunk_ends`; the logits [len(chunk_ends), V] of each chunk's last token."""
@@ -160,7 +175,7 @@ class _DryRun:
     def _step_s(self, num_tokens: int) -> float:
         self._sync()
         start_s = time.monotonic()
-        self.logits(self.token_ids(num_tokens), [num_tokens])
+        self.logits(_spread_token_ids(num_tokens, self._loaded.vocab_size), [num_tokens])
         self._sync()
         return time.monotonic() - start_s
 
@@ -169,27 +184,40 @@ class _DryRun:
             torch.cuda.synchronize(self._loaded.device)
 
 
-def _check_equals_transformers(loaded: LoadedModel, dry_run: _DryRun) -> None:
-    """Compares chunked paged logits with transformers' own on one short sequence; refuses a model that differs."""
-    num_tokens = min(CHECK_TOKENS, dry_run.max_tokens, loaded.max_positions or CHECK_TOKENS)
-    token_ids = dry_run.token_ids(num_tokens)
-    ends = sorted({max(1, num_tokens // 3), num_tokens - 1, num_tokens})
-    expected_TV = transformers_logits(loaded.model, torch.tensor(token_ids, device=loaded.device))
-    found_NV = dry_run.logits(token_ids, ends)
-    expected_NV = expected_TV[[end - 1 for end in ends]]
-    difference = float((found_NV - expected_NV).abs().mean() / expected_NV.std())
-    allowed = CHECK_TOLERANCE.get(loaded.dtype, CHECK_TOLERANCE_HALF)
-    logger.info("self-check against transformers: mean difference %.1e of the logits' deviation (allowed %.0e)", difference, allowed)
-    if not difference <= allowed:
+class _SelfCheck:
+    """Compares chunked paged logits with transformers' own on one short sequence. Made before a runner takes the weights."""
+
+    def __init__(self, loaded: LoadedModel, max_model_len: int) -> None:
+        self._loaded = loaded
+        num_tokens = min(CHECK_TOKENS, max_model_len, loaded.max_positions or CHECK_TOKENS)
+        self._token_ids = _spread_token_ids(num_tokens, loaded.vocab_size)
+        self._expected_TV = transformers_logits(loaded.model, torch.tensor(self._token_ids, device=loaded.device))
+
+    def compare(self, dry_run: _DryRun, *, is_native: bool) -> None:
+        """Raises UnsupportedModel, or NativeMismatch for the native runner, when the logits differ."""
+        num_tokens = len(self._token_ids)
+        ends = sorted({max(1, num_tokens // 3), num_tokens - 1, num_tokens})
+        expected_NV = self._expected_TV[[end - 1 for end in ends]]
+        found_NV = dry_run.logits(self._token_ids, ends)
+        difference = float((found_NV - expected_NV).abs().mean() / expected_NV.std())
+        allowed = CHECK_TOLERANCE.get(self._loaded.dtype, CHECK_TOLERANCE_HALF)
+        logger.info("self-check against transformers: mean difference %.1e of the logits' deviation (allowed %.0e)", difference, allowed)
+        if difference <= allowed:
+            return
+        message = f"its logits differ from transformers' own by {difference:.2g} (allowed {allowed:.2g})"
+        if is_native:
+            raise NativeMismatch(message)
         raise UnsupportedModel(
-            f"model type {loaded.model.config.model_type!r}: paged attention does not reproduce its logits "
-            f"(difference {difference:.2g}, allowed {allowed:.2g}); it uses something that this engine does not know"
+            f"model type {self._loaded.model.config.model_type!r}: {message}; it uses something that this engine does not know"
         )
 
 
-def _log_choices(
-    config: EngineConfig, loaded: LoadedModel, size: KVSize, budget: int, backend: AttentionBackend, calls: Mapping[int, LayerCall]
-) -> None:
+def _spread_token_ids(num_tokens: int, vocab_size: int) -> list[int]:
+    """Spread over the vocabulary, the same each time."""
+    return [(7919 * i + 13) % vocab_size for i in range(num_tokens)]
+
+
+def _log_choices(config: EngineConfig, loaded: LoadedModel, size: KVSize, budget: int, calls: Mapping[int, LayerCall]) -> None:
     per_token = bytes_per_token(kv_groups(calls), loaded.dtype)
     num_tokens = size.num_blocks * config.block_size
     logger.info(
@@ -198,6 +226,6 @@ def _log_choices(
     )  # fmt: skip
     reason = "configured" if config.max_num_batched_tokens else f"measured to keep a step under {config.max_step_s} s"
     logger.info(
-        "max_model_len %d: room for %.1f such requests at once; max_num_seqs %d; %d tokens a step (%s); attention %s; %d threads",
-        size.max_model_len, num_tokens / size.max_model_len, config.max_num_seqs, budget, reason, backend.name, torch.get_num_threads(),
+        "max_model_len %d: room for %.1f such requests at once; max_num_seqs %d; %d tokens a step (%s); %d threads",
+        size.max_model_len, num_tokens / size.max_model_len, config.max_num_seqs, budget, reason, torch.get_num_threads(),
     )  # fmt: skip

@@ -20,7 +20,14 @@ class KVSize:
 
 
 def size_kv(
-    *, budget_bytes: int, budget_reason: str, bytes_per_token: int, block_size: int, wanted_len: int | None, max_positions: int | None, max_num_seqs: int
+    *,
+    budget_bytes: int,
+    budget_reason: str,
+    bytes_per_token: int,
+    block_size: int,
+    wanted_len: int | None,
+    max_positions: int | None,
+    max_num_seqs: int,
 ) -> KVSize:
     """Fits `max_model_len` and the pool into `budget_bytes`.
 

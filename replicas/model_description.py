@@ -17,4 +17,6 @@ class ModelDescription:
     dtype: str
     tokenizer_source: str
     """Folder or Hugging Face id of the tokenizer."""
+    runner: str = "transformers"
+    """What runs the steps: "native" or "transformers" (the slower one on a CPU)."""
     weights_version: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from dataclasses import dataclass
@@ -14,8 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from replicas.default_model import prepare_default_model
 from replicas.engine_config import EngineConfig
 from replicas.model_support import UnsupportedModel, check_supported
+from replicas.native.build import NativeUnavailable, load_native_library
+from replicas.native.decoder import why_not_native
 
 logger = logging.getLogger(__name__)
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,8 @@ class LoadedModel:
     vocab_size: int
     max_positions: int | None
     eos_token_ids: frozenset[int]
+    native_library: ctypes.CDLL | None
+    """The kernels that can run this model's whole step, if they can."""
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -38,7 +45,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     hf_config = _load_config(source, config.trust_remote_code)
     check_supported(hf_config)
     device = resolve_device(config.device)
-    dtype, reason = resolve_dtype(config.dtype, getattr(hf_config, "dtype", None), device)
+    native_library = _native_library(config, hf_config, device)
+    dtype, reason = resolve_dtype(config.dtype, getattr(hf_config, "dtype", None), device, is_native=native_library is not None)
+    if native_library is not None and dtype not in NATIVE_DTYPES:
+        native_library = None
     logger.info("dtype %s on %s: %s", str(dtype).removeprefix("torch."), device, reason)
     start_s = time.monotonic()
     try:
@@ -58,6 +68,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         vocab_size=int(text_config.vocab_size),
         max_positions=getattr(text_config, "max_position_embeddings", None),
         eos_token_ids=_eos_token_ids(model),
+        native_library=native_library,
     )
 
 
@@ -69,8 +80,8 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def resolve_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device) -> tuple[torch.dtype, str]:
-    """The dtype to compute in, and why."""
+def resolve_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device, *, is_native: bool) -> tuple[torch.dtype, str]:
+    """The dtype of weights and KV, and why."""
     if name != "auto":
         return getattr(torch, name), "as configured"
     if checkpoint in (None, torch.float32):
@@ -81,9 +92,31 @@ def resolve_dtype(name: str, checkpoint: torch.dtype | None, device: torch.devic
         if checkpoint is torch.bfloat16 and not torch.cuda.is_bf16_supported():
             return torch.float16, "the checkpoint is bfloat16, which this GPU does not compute in"
         return checkpoint, "the checkpoint's own"
+    if checkpoint is torch.bfloat16 and is_native:
+        return checkpoint, "the checkpoint's own; the native kernels compute in float32 from it"
     if checkpoint is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.bfloat16, "the checkpoint's own, and this CPU multiplies in it"
     return torch.float32, f"the checkpoint is {short}, which this CPU does not multiply in"
+
+
+def _native_library(config: EngineConfig, hf_config: Any, device: torch.device) -> ctypes.CDLL | None:
+    """The native kernels when they are wanted and can run this model's steps; the log says why not. ValueError when demanded."""
+    if config.runner == "transformers":
+        logger.info("runner transformers: as configured")
+        return None
+    reason = f"it runs on a CPU, not on {device.type}" if device.type != "cpu" else why_not_native(hf_config)
+    if reason is None:
+        try:
+            library = load_native_library()
+        except NativeUnavailable as error:
+            reason = str(error)
+        else:
+            logger.info("runner native: each step is one call into compiled kernels")
+            return library
+    if config.runner == "native":
+        raise ValueError(f"runner 'native' cannot serve {hf_config.model_type!r} here: {reason}; use 'auto' or 'transformers'")
+    logger.log(logging.WARNING if device.type == "cpu" else logging.INFO, "runner transformers: native cannot serve here (%s)", reason)
+    return None
 
 
 def _load_config(source: str, trust_remote_code: bool) -> Any:
@@ -93,7 +126,9 @@ def _load_config(source: str, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load model {source!r}: {_first_line(error)}; give a folder or a Hugging Face id that can be reached") from error
+        raise ValueError(
+            f"cannot load model {source!r}: {_first_line(error)}; give a folder or a Hugging Face id that can be reached"
+        ) from error
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

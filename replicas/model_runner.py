@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,7 +24,7 @@ ATTENTION_NAME = "manta_paged"
 class ModelRunner(Protocol):
     """What the engine needs of a model. Faster runners for common families stand behind the same contract."""
 
-    def forward(self, step: StepTensors) -> torch.Tensor:
+    def forward(self, step: StepTensors) -> Tensor:
         """Writes the step's KV and returns the logits of `step.logit_rows`, float32 [N, V]."""
         ...
 
@@ -30,22 +32,22 @@ class ModelRunner(Protocol):
 class _LayerVisitor(Protocol):
     """What the attention of one forward pass does; reaches the layers through the model's keyword arguments."""
 
-    def visit(self, module: torch.nn.Module, call: LayerCall, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor) -> torch.Tensor: ...
+    def visit(self, module: Module, call: LayerCall, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor: ...
 
 
 def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     paged: _LayerVisitor | None = None,
     **unused: object,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention in the shape that transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
     if paged is None:
         raise UnsupportedModel(f"{type(module).__name__} does not pass the step through to its attention")
@@ -70,9 +72,9 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.calls: dict[int, LayerCall] = {}  # layer index -> call
-        self._modules: dict[int, torch.nn.Module] = {}
+        self._modules: dict[int, Module] = {}
 
-    def visit(self, module: torch.nn.Module, call: LayerCall, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor) -> torch.Tensor:
+    def visit(self, module: Module, call: LayerCall, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
         if self._modules.setdefault(call.layer, module) is not module:
             raise UnsupportedModel(f"two attention modules share layer index {call.layer}")
         self.calls[call.layer] = call
@@ -85,7 +87,7 @@ class _PagedStep:
     def __init__(self, backend: AttentionBackend, kv: KVTensors, step: StepTensors) -> None:
         self._backend, self._kv, self._step = backend, kv, step
 
-    def visit(self, module: torch.nn.Module, call: LayerCall, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor) -> torch.Tensor:
+    def visit(self, module: Module, call: LayerCall, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
         return self._backend.attend(call, q_HTD, k_KTD, v_KTD, self._kv.layer(call.layer), self._step)
 
 
@@ -97,7 +99,7 @@ class TransformersRunner:
         self._model, self._backend, self._kv = model, backend, kv
 
     @torch.inference_mode()
-    def forward(self, step: StepTensors) -> torch.Tensor:
+    def forward(self, step: StepTensors) -> Tensor:
         visitor = _PagedStep(self._backend, self._kv, step)
         return _logits(self._model, step.token_ids_T, step.positions_T, step.logit_rows, paged=visitor)
 
@@ -132,7 +134,7 @@ def kv_groups(calls: Mapping[int, LayerCall]) -> tuple[KVGroupSpec, ...]:
 
 
 @torch.inference_mode()
-def transformers_logits(model: PreTrainedModel, token_ids_T: torch.Tensor) -> torch.Tensor:
+def transformers_logits(model: PreTrainedModel, token_ids_T: Tensor) -> Tensor:
     """Logits [T, V] of one whole sequence by the model's own attention, the independent side of the self-check."""
     model.set_attn_implementation("eager")
     positions_T = torch.arange(token_ids_T.shape[0], device=token_ids_T.device)
@@ -142,11 +144,7 @@ def transformers_logits(model: PreTrainedModel, token_ids_T: torch.Tensor) -> to
         model.set_attn_implementation(ATTENTION_NAME)
 
 
-def _logits(
-    model: PreTrainedModel, token_ids_T: torch.Tensor, positions_T: torch.Tensor, rows_N: torch.Tensor, **kwargs: Any
-) -> torch.Tensor:
-    output = model(
-        input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False, logits_to_keep=rows_N, **kwargs
-    )
-    logits: torch.Tensor = output.logits[0]
+def _logits(model: PreTrainedModel, token_ids_T: Tensor, positions_T: Tensor, rows_N: Tensor, **kwargs: Any) -> Tensor:
+    output = model(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False, logits_to_keep=rows_N, **kwargs)
+    logits: Tensor = output.logits[0]
     return logits.float()

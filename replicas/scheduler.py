@@ -31,9 +31,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs})"
-            )
+            raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs})")
 
 
 class Scheduler:
@@ -132,9 +130,7 @@ class Scheduler:
             budget -= self._schedule_chunk(head, budget, chunks, published)
         return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions)
 
-    def update(
-        self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None
-    ) -> list[RequestProgress]:
+    def update(self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None) -> list[RequestProgress]:
         """Takes the result of a step: `token_ids[i]` are the new tokens of the i-th chunk that samples.
 
         `errors` maps such an index to the reason why its request fails. Returns the progress of every request that got
@@ -180,9 +176,11 @@ class Scheduler:
             assert len(state.block_ids) * size >= state.num_computed_tokens, "a running request lacks blocks"
             assert len(state.block_ids) * size - len(state.token_ids) < size, "more than one block's slots are unused"
         for state in self._waiting:
-            assert state.status is RequestStatus.WAITING and not state.block_ids, "a waiting request holds blocks"
+            assert state.status is RequestStatus.WAITING, "a waiting request has another status"
+            assert not state.block_ids, "a waiting request holds blocks"
         assert len(self._running) + len(self._waiting) == len(self._states), "a request is lost"
-        assert self._running == sorted(self._running, key=_urgency) and self._waiting == sorted(self._waiting, key=_urgency)
+        for queue in (self._running, self._waiting):
+            assert queue == sorted(queue, key=_urgency), "a queue is out of order"
 
     def _make_room_for_urgent(self) -> int:
         """Preempts for a waiting request of strictly more urgent priority, when that lets it in. Returns how many."""

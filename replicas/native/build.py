@@ -39,12 +39,15 @@ def load_native_library(cache_dir: Path | None = None) -> ctypes.CDLL:
         raise NativeUnavailable("no C++ compiler (g++ or clang++) is installed")
     cache_dir = cache_dir or Path.home() / ".cache" / "manta" / "native"
     path = cache_dir / f"kernels-{_fingerprint(compiler)}.so"
-    if not path.exists():
-        _build(compiler, path)
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            logger.warning("building the CPU kernels again: %s", error)
+    _build(compiler, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        path.unlink(missing_ok=True)  # so that the next start builds it anew
         raise NativeUnavailable(f"cannot load {path}: {error}") from error
 
 
@@ -74,7 +77,7 @@ def _openmp_runtime() -> list[str]:
 def _fingerprint(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256()
-    sources = sorted(SOURCE.parent.glob("*.h")) + [SOURCE]
+    sources = [*sorted(SOURCE.parent.glob("*.h")), SOURCE]
     for part in (*(source.read_text() for source in sources), *FLAGS, version, _cpu_identity(), torch.__version__, os.fspath(compiler)):
         digest.update(part.encode())
     return digest.hexdigest()[:16]

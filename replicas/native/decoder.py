@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvcache.spec import KVLayout
 from kvcache.tensors import KVTensors
 from replicas.attention.backend import LayerCall
 from replicas.step_tensors import StepTensors
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+LAYOUT = KVLayout("hdt", "htd")
 PANEL = 16
 """Outputs that the kernels compute together; packed weights and result rows are padded to a multiple of it."""
 
 
-class Unsupported(ValueError):
-    """This model is not a decoder that the native step knows; the message says in what. Another runner serves it."""
+class NativeMismatch(ValueError):
+    """The native step does not give this model's logits, or cannot; the message says in what. Another runner serves it."""
 
 
 class _Linear(ctypes.Structure):
@@ -73,8 +75,9 @@ def why_not_native(config: Any) -> str | None:
         return f"hidden_act is {config.hidden_act!r}, not 'silu'"
     if getattr(config, "mlp_bias", False):
         return "its MLP has biases"
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return f"head_dim {head_dim} is odd" if head_dim % 2 else None
+    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        return "it rotates a part of each head"
+    return None
 
 
 def pack(weight_NK: torch.Tensor) -> torch.Tensor:
@@ -94,10 +97,11 @@ class NativeDecoder:
     def __init__(self, library: ctypes.CDLL, model: PreTrainedModel, calls: Mapping[int, LayerCall], kv: KVTensors) -> None:
         """Takes the model's weights over: each is packed and its original freed, so memory is held once."""
         config = model.config
-        if reason := why_not_native(config):
-            raise Unsupported(reason)
+        if reason := why_not_native(config) or _why_not_layers(calls):
+            raise NativeMismatch(reason)
         self._library = library
-        self._keep: list[torch.Tensor] = []  # what the structs point into
+        self._kv = kv  # the structs point into it, as into what follows
+        self._keep: list[torch.Tensor] = []
         self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = model.model.rotary_emb
         call = calls[0]
         self._head_dim, self._vocab_size = call.k_dim, config.vocab_size
@@ -233,9 +237,16 @@ class SegmentedDecoder(NativeDecoder):
         self._segment(step, self.LOGITS)
 
     def _segment(self, step: _Step, segment: int, layer: int = 0) -> None:
-        self._library.manta_decoder_segment(
-            ctypes.byref(self._decoder), ctypes.byref(step), ctypes.c_int32(segment), ctypes.c_int64(layer)
-        )
+        self._library.manta_decoder_segment(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.c_int32(segment), ctypes.c_int64(layer))
+
+
+def _why_not_layers(calls: Mapping[int, LayerCall]) -> str | None:
+    shapes = {(call.num_heads, call.num_kv_heads, call.k_dim, call.v_dim, call.scale) for call in calls.values()}
+    if len(shapes) > 1:
+        return "its layers differ in shape"
+    if any(call.softcap is not None for call in calls.values()):
+        return "it caps attention scores"
+    return "its keys and values differ in size" if calls[0].k_dim != calls[0].v_dim else None
 
 
 def _padded(size: int) -> int:

@@ -69,9 +69,7 @@ class _Case:
         """Runs the step. With `poison`, every slot that no token was written to holds NaN."""
         call = self.call
         group = KVGroupSpec(layers=(0,), kind="full", window=None, num_kv_heads=call.num_kv_heads, k_dim=call.k_dim, v_dim=call.v_dim)
-        kv = KVTensors(
-            [group], layout=backend.layout, num_blocks=self.num_blocks, block_size=self.block_size, dtype=self.dtype, device=CPU
-        )
+        kv = KVTensors([group], layout=backend.layout, num_blocks=self.num_blocks, block_size=self.block_size, dtype=self.dtype, device=CPU)
         kv.fill(range(self.num_blocks), float("nan") if poison else 0.0)
         for to, old in zip(kv.canonical(0), (self.k_old, self.v_old), strict=True):
             for chunk in self.chunks:

@@ -34,10 +34,15 @@ NUM_OUTPUT = 24
 
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
+    "llama-untied": LlamaConfig(**{**SIZES, "vocab_size": 100, "intermediate_size": 56}, attention_bias=True, tie_word_embeddings=False),
     "llama3-rope": LlamaConfig(
         **SIZES,
         rope_parameters={
-            "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
     ),  # fmt: skip
@@ -77,23 +82,32 @@ def _engine(folder: Path, **settings: Any) -> Engine:
 
 def _prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 128, (length,), generator=generator).tolist() for length in (1, 5, 23, 40)]
+    return [torch.randint(3, 100, (length,), generator=generator).tolist() for length in (1, 5, 23, 40)]
 
 
 def _expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     return [
-        model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), max_new_tokens=NUM_OUTPUT, do_sample=False)[0, len(p) :].tolist()
+        model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), max_new_tokens=NUM_OUTPUT, do_sample=False)[
+            0, len(p) :
+        ].tolist()
         for p in prompts
     ]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("backend", ["native", "reference"])
-def test_engine_with_a_tiny_model_equals_generate(folder_of: Any, name: str, backend: str) -> None:
+NATIVE_FAMILIES = ("llama", "llama-untied", "llama3-rope", "qwen2", "qwen3", "mistral")
+RUNS = [
+    *((name, {"runner": "native"}) for name in NATIVE_FAMILIES),
+    *((name, {"runner": "transformers", "attention_backend": backend}) for name in CONFIGS for backend in ("native", "reference")),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), RUNS, ids=lambda value: value if isinstance(value, str) else "-".join(value.values()))
+def test_engine_with_a_tiny_model_equals_generate(folder_of: Any, name: str, settings: dict[str, str]) -> None:
     folder = folder_of(name)
-    engine = _engine(folder, attention_backend=backend, max_num_batched_tokens=13)
+    engine = _engine(folder, max_num_batched_tokens=13, **settings)
+    assert engine.description.runner == settings["runner"]
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
     prompts = _prompts()
     expected = _expected(folder, prompts)
@@ -115,7 +129,10 @@ def _save_config(config: Any, folder: Path) -> Path:
         (MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2), "'mamba'"),
         (T5Config(vocab_size=64, d_model=16, num_layers=1), "'t5' is an encoder-decoder"),
         (AutoConfig.for_model("qwen3_next", **{**SIZES, "num_hidden_layers": 4}), "'qwen3_next' has layers of type linear_attention"),
-        (LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "'llama' has rope of type 'dynamic'"),
+        (
+            LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "'llama' has rope of type 'dynamic'",
+        ),
     ],
 )
 def test_load_of_a_model_that_cannot_be_served_right_is_refused_by_name(config: Any, message: str, tmp_path: Path) -> None:
@@ -145,8 +162,8 @@ def test_load_of_a_model_whose_attention_has_unknown_terms_is_refused_by_the_sel
         ({"max_model_len": 128, "kv_cache_bytes": 40_000}, "raise kv_cache_bytes or lower max_model_len to"),
         ({"kv_cache_bytes": 100}, "fewer than 2 blocks"),
         ({"device": "cuda"}, "torch sees no CUDA device"),
-        ({"attention_backend": "flash"}, "attention_backend must be one of"),
-        ({"attention_backend": "varlen_cuda"}, "it runs on CUDA"),
+        ({"runner": "transformers", "attention_backend": "flash"}, "attention_backend must be one of"),
+        ({"runner": "transformers", "attention_backend": "varlen_cuda"}, "it runs on CUDA"),
         ({"max_num_batched_tokens": 4}, "at least max_num_seqs"),
         ({"model": "./no-such-folder"}, "does not exist"),
     ],

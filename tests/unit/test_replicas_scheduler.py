@@ -212,7 +212,10 @@ def test_output_ids_of_an_earlier_attempt_count_against_max_tokens() -> None:
     [
         (GenerationRequest(request_id="a", prompt_ids=(), params=SamplingParams(), seed=0), "prompt is empty"),
         (GenerationRequest(request_id="a", prompt_ids=(1,) * 60, params=SamplingParams(), seed=0), "max_model_len 60"),
-        (GenerationRequest(request_id="a", prompt_ids=(1,), output_ids=(1,), params=SamplingParams(max_tokens=1), seed=0), "nothing is left"),
+        (
+            GenerationRequest(request_id="a", prompt_ids=(1,), output_ids=(1,), params=SamplingParams(max_tokens=1), seed=0),
+            "nothing is left",
+        ),
     ],
 )
 def test_add_of_what_can_never_run_is_rejected(request_: GenerationRequest, message: str) -> None:
@@ -243,7 +246,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.endings = Counter[RequestKey]()
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> the whole history written there
 
-    @rule(prefix=st.integers(0, 2), length=st.integers(1, 20), tail=st.integers(0, 3), max_tokens=st.integers(1, 25), priority=st.integers(0, 2))
+    @rule(
+        prefix=st.integers(0, 2),
+        length=st.integers(1, 20),
+        tail=st.integers(0, 3),
+        max_tokens=st.integers(1, 25),
+        priority=st.integers(0, 2),
+    )
     def submit(self, prefix: int, length: int, tail: int, max_tokens: int, priority: int) -> None:
         prompt = tuple([prefix] * length + [10 + tail] * tail)
         name = f"r{len(self.accepted)}"

@@ -1,0 +1,212 @@
+"""The compiled kernels: building them, multiplying, and the native step against its readable twins."""
+
+import copy
+import ctypes
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from kvcache.tensors import KVTensors
+from replicas.engine import Engine
+from replicas.engine_config import EngineConfig
+from replicas.model_runner import kv_groups, probe_layers
+from replicas.native import build
+from replicas.native.build import NativeUnavailable, load_native_library
+from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, _Linear, pack, why_not_native
+from replicas.request_state import RequestState
+from replicas.step_plan import ScheduledChunk, StepPlan
+from replicas.step_tensors import StepTensors
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return load_native_library()
+
+
+def _multiply(library: ctypes.CDLL, a_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    packed = pack(w_NK)
+    out = torch.empty(a_MK.shape[0], packed.shape[0] * 16)
+    linear = _Linear(panels=packed.data_ptr(), num_outputs=w_NK.shape[0], num_k=w_NK.shape[1])
+    is_bfloat16 = ctypes.c_int32(w_NK.dtype == torch.bfloat16)
+    library.manta_multiply(
+        ctypes.c_void_p(a_MK.data_ptr()), ctypes.c_int64(a_MK.shape[0]), ctypes.byref(linear), ctypes.c_void_p(out.data_ptr()),
+        is_bfloat16, ctypes.c_int32(2),
+    )  # fmt: skip
+    return out[:, : w_NK.shape[0]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(1, 40),
+    num_k=st.one_of(st.integers(1, 80), st.sampled_from([255, 256, 257, 600])),
+    num_outputs=st.integers(1, 150),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**16),
+)
+def test_multiply_of_any_shape_equals_float64(
+    library: ctypes.CDLL, num_rows: int, num_k: int, num_outputs: int, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a_MK = torch.randn(num_rows, num_k, generator=generator)
+    w_NK = torch.randn(num_outputs, num_k, generator=generator).to(dtype)
+    expected = a_MK.double() @ w_NK.double().T
+    bound = 1e-6 * num_k * (a_MK.abs().double() @ w_NK.abs().double().T)  # far above K roundings of the running sum
+    assert bool(((_multiply(library, a_MK, w_NK).double() - expected).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_multiply_of_a_row_gives_the_same_bits_alone_and_in_any_batch(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    a_MK, w_NK = torch.randn(67, 600), torch.randn(100, 600).to(dtype)
+    alone = torch.cat([_multiply(library, a_MK[i : i + 1].contiguous(), w_NK) for i in range(67)])
+    for size in (2, 3, 5, 6, 7, 12, 13, 67):
+        assert torch.equal(_multiply(library, a_MK[:size].contiguous(), w_NK), alone[:size])
+
+
+CONFIG = LlamaConfig(
+    vocab_size=90, hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+    head_dim=24, max_position_embeddings=256,
+)  # fmt: skip
+
+
+def _decoder(kind: type[NativeDecoder], library: ctypes.CDLL, dtype: torch.dtype, **kwargs: Any) -> NativeDecoder:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG), dtype=dtype).eval()
+    calls = probe_layers(model)
+    kv = KVTensors(kv_groups(calls), layout=LAYOUT, num_blocks=32, block_size=16, dtype=dtype, device=CPU)
+    kv.fill(range(32), float("nan"))
+    return kind(library, model, calls, kv, **kwargs)
+
+
+def _step(chunks: list[tuple[list[int], int, int]], first_block: int = 0) -> StepTensors:
+    """Chunks of (sequence, start, end); sequence i has blocks of its own."""
+    scheduled = []
+    for index, (token_ids, start, end) in enumerate(chunks):
+        state: Any = object.__new__(RequestState)
+        state.token_ids, state.block_ids = token_ids, list(range(first_block + 8 * index, first_block + 8 * index + 8))
+        scheduled.append(ScheduledChunk(state=state, start=start, num_tokens=end - start, samples=True, is_prefill=True))
+    return StepTensors.of(StepPlan(chunks=tuple(scheduled)), 16, CPU)
+
+
+def _sequence(length: int, seed: int) -> list[int]:
+    return torch.randint(0, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoder_whole_chunked_alone_or_batched_gives_the_same_bits(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    sequence, others = _sequence(77, 0), [_sequence(40, i) for i in (1, 2)]
+    whole = _decoder(NativeDecoder, library, dtype).forward(_step([(sequence, 0, 77)]))[0]
+    chunked = _decoder(NativeDecoder, library, dtype)
+    for start, end in ((0, 7), (7, 64), (64, 76)):
+        chunked.forward(_step([(sequence, start, end), (others[0], start // 2, end // 2)]))
+    last = chunked.forward(_step([(sequence, 76, 77), (others[0], 38, 40), (others[1], 0, 40)]))
+    assert torch.equal(last[0], whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_segmented_twin_gives_the_same_bits_and_its_seams_see_every_delta(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    seen: list[tuple[int, ...]] = []
+    step = _step([(_sequence(20, 0), 0, 20), (_sequence(9, 3), 0, 9)])
+    twin = _decoder(SegmentedDecoder, library, dtype, all_reduce=lambda delta: seen.append(tuple(delta.shape)))
+    assert torch.equal(twin.forward(step), _decoder(NativeDecoder, library, dtype).forward(step))
+    assert seen == [(29, 48)] * (2 * CONFIG.num_hidden_layers)
+    zeroed = _decoder(SegmentedDecoder, library, dtype, all_reduce=lambda delta: delta.zero_())
+    assert not torch.equal(zeroed.forward(step), twin.forward(step))
+
+
+def test_decoder_in_bfloat16_is_nearer_to_float32_than_transformers_in_bfloat16(library: ctypes.CDLL) -> None:
+    sequence = _sequence(30, 5)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG), dtype=torch.bfloat16).eval()
+    ids = torch.tensor([sequence])
+    with torch.inference_mode():
+        theirs = model(ids).logits[0, -1].float()
+        exact = model.float()(ids).logits[0, -1]
+    ours = _decoder(NativeDecoder, library, torch.bfloat16).forward(_step([(sequence, 0, 30)]))[0]
+    assert float((ours - exact).abs().mean()) < float((theirs - exact).abs().mean())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (LlamaConfig(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (LlamaConfig(mlp_bias=True), "MLP has biases"),
+        (GPT2Config(), "'gpt2' is not one of llama, mistral, qwen2, qwen3"),
+        (LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), "a part of each head"),
+    ],
+)
+def test_why_not_native_names_the_reason(config: Any, reason: str) -> None:
+    assert reason in (why_not_native(config) or "")
+
+
+def _saved_model(folder: Path) -> Path:
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG)).save_pretrained(folder)
+    return folder
+
+
+def test_load_without_a_compiler_serves_through_transformers_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = _saved_model(tmp_path)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        engine = Engine.load(EngineConfig(model=str(folder), kv_cache_bytes=1 << 20))
+    assert engine.description.runner == "transformers"
+    assert "runner transformers: native cannot serve here (no C++ compiler" in caplog.text
+    with pytest.raises(ValueError, match="runner 'native' cannot serve 'llama' here: no C"):
+        Engine.load(EngineConfig(model=str(folder), runner="native"))
+
+
+def test_load_when_the_native_logits_differ_serves_through_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = _saved_model(tmp_path)
+    whole = NativeDecoder.forward
+    monkeypatch.setattr(NativeDecoder, "forward", lambda self, step: whole(self, step) + torch.rand(90))
+    with caplog.at_level(logging.WARNING):
+        engine = Engine.load(EngineConfig(model=str(folder), kv_cache_bytes=1 << 20))
+    assert engine.description.runner == "transformers"
+    assert "differ from transformers" in caplog.text
+
+
+def test_decoder_refuses_layers_of_different_shape(library: ctypes.CDLL) -> None:
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG))
+    calls: Mapping[int, Any] = dict(probe_layers(model))
+    calls[1] = type(calls[1])(**{**{f: getattr(calls[1], f) for f in calls[1].__dataclass_fields__}, "k_dim": 8})  # type: ignore[index]
+    kv: Any = None
+    with pytest.raises(NativeMismatch, match="differ in shape"):
+        NativeDecoder(library, model, calls, kv)
+
+
+def test_build_replaces_a_broken_library(tmp_path: Path, library: ctypes.CDLL) -> None:
+    whole = Path(library._name)
+    broken = tmp_path / whole.name
+    broken.write_bytes(whole.read_bytes()[:1000])
+    assert load_native_library(tmp_path).manta_multiply
+    assert broken.stat().st_size > 1000
+
+
+def test_build_by_two_processes_at_once_succeeds_in_both(tmp_path: Path) -> None:
+    code = f"from pathlib import Path; from replicas.native.build import load_native_library as f; f(Path({str(tmp_path)!r}))"
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_build_error_names_the_compiler_and_its_first_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "kernels.cpp"
+    broken.write_text("not C++")
+    monkeypatch.setattr(build, "SOURCE", broken)
+    with pytest.raises(NativeUnavailable, match=r"g\+\+ failed: .*kernels.cpp"):
+        load_native_library(tmp_path / "cache")
