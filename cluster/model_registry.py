@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextvars import Context
 
 from cluster.backend import Backend, ReplicaGone
 from cluster.errors import ModelNotFound, Unavailable
@@ -68,9 +69,10 @@ class ModelRegistry:
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
 
     def _begin(self, name: str) -> asyncio.Task[ServedModel]:
+        """In a context of its own: Serve would end the load together with the request that happened to start it."""
         task = self._loading.get(name)
         if task is None or (task.done() and name not in self._models):
-            task = self._loading[name] = asyncio.create_task(self._load(name), name=f"load-{name}")
+            task = self._loading[name] = asyncio.create_task(self._load(name), name=f"load-{name}", context=Context())
             task.add_done_callback(lambda done: _log_failure(name, done))
         return task
 

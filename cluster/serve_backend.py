@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextvars import Context
 from typing import Any
 
 from ray.exceptions import RayActorError, RaySystemError
@@ -64,24 +65,25 @@ class ServeBackend:
                 stream.cancel()
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
-        self._notify(self._router.release.remote(request_id, num_output_tokens), f"release of {request_id}")
+        self._notify(lambda: self._router.release.remote(request_id, num_output_tokens), f"end of {request_id}")
 
     def report_gone(self, replica_id: str) -> None:
-        self._notify(self._router.remove_replica.remote(replica_id), f"loss of replica {replica_id}")
+        self._notify(lambda: self._router.remove_replica.remote(replica_id), f"loss of replica {replica_id}")
 
     async def describe_router(self) -> dict[str, Any]:
         return await self._router.describe.remote()  # type: ignore[no-any-return]
 
-    def _notify(self, response: Any, what: str) -> None:
-        task = asyncio.create_task(self._deliver(response, what))
+    def _notify(self, send: Callable[[], Any], what: str) -> None:
+        """Sends from a context of its own: Serve cancels the calls made in the context of a request together with it."""
+        task = asyncio.create_task(self._deliver(send, what), context=Context())
         self._notices.add(task)
         task.add_done_callback(self._notices.discard)
 
-    async def _deliver(self, response: Any, what: str) -> None:
+    async def _deliver(self, send: Callable[[], Any], what: str) -> None:
         """A notice that does not arrive is only logged: bookings expire, and silence tells of a dead replica too."""
         try:
             async with asyncio.timeout(_NOTICE_TIMEOUT_S):
-                await response
+                await send()
         except (TimeoutError, *_UNREACHABLE) as error:
             logger.warning("the router did not hear of the %s: %s", what, _first_line(error))
 

@@ -12,6 +12,7 @@ from router.rates import Rates
 from router.snapshot import RECENT_WORK_S, ReplicaSnapshot
 
 _SNAPSHOT_AGE_S = 0.1
+_LEAST_KNOWN_S = 30.0
 
 
 class ReplicaState:
@@ -42,6 +43,7 @@ class ReplicaState:
         self._busy_until_s = now_s + report.stats.num_uncomputed_tokens / rates.prefill_tokens_per_s
         self._recent_work_s = 0.0
         self._recent_at_s = now_s
+        self._known_since_s = now_s
         self._stats_now: ReplicaStats | None = None  # see `_current_stats`
         self._snapshot: ReplicaSnapshot | None = None
         self._snapshot_at_s = 0.0
@@ -83,7 +85,7 @@ class ReplicaState:
         self._busy_until_s = booking.start_s + work_s
         self._unseen.append(booking)
         self._count(booking, 1)
-        self._recent_work_s = self.recent_work_s(now_s) + work_s
+        self._recent_work_s = self._decayed_work_s(now_s) + work_s
         self._recent_at_s = now_s
         self._snapshot = None
 
@@ -133,6 +135,12 @@ class ReplicaState:
         return max(0.0, self._busy_until_s - now_s) + self.held_tokens / self.rates.prefill_tokens_per_s
 
     def recent_work_s(self, now_s: float) -> float:
+        """Prefill sent here lately. A replica that is known for less than the window is taken to go on as it began: else
+        a new one would look idle for minutes."""
+        known_s = max(_LEAST_KNOWN_S, now_s - self._known_since_s)
+        return self._decayed_work_s(now_s) / (1 - exp(-known_s / RECENT_WORK_S))
+
+    def _decayed_work_s(self, now_s: float) -> float:
         return self._recent_work_s * exp((self._recent_at_s - now_s) / RECENT_WORK_S)
 
     def snapshot(self, now_s: float, num_cached_blocks: int, num_pending_blocks: int) -> ReplicaSnapshot:

@@ -15,7 +15,7 @@ import yaml
 from cluster.config import ClusterConfig, ConfigError, Environment, read_config
 from cluster.local.preflight import LaunchError, check_disk, check_http_port
 from cluster.local.ray_head import DASHBOARD_PORT, RayHead
-from cluster.local.serve_rest import DeployProgress, ServeRest
+from cluster.local.serve_rest import DeployProgress, ServeRest, auth_headers
 from replicas.default_model import DefaultModelError, prepare_default_model
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Launcher:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._ray = RayHead(environment.state_dir, environment.inherited)
-        self._serve = ServeRest(f"http://127.0.0.1:{DASHBOARD_PORT}")
+        self._serve = ServeRest(f"http://127.0.0.1:{DASHBOARD_PORT}", auth_headers(environment.inherited, Path.home()))
 
     def serve(self, config_path: Path, port: int | None) -> None:
         """Returns when the models answer. Raises LaunchError."""

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cluster.local.preflight import LaunchError
@@ -40,8 +41,10 @@ class DeployProgress:
 class ServeRest:
     """Talks to the dashboard of one Ray."""
 
-    def __init__(self, dashboard_url: str) -> None:
+    def __init__(self, dashboard_url: str, headers: Mapping[str, str]) -> None:
+        """`headers` go with every call; see `auth_headers`."""
         self._url = f"{dashboard_url}/api/serve/applications/"
+        self._headers = {**headers, "Content-Type": "application/json"}
 
     def deploy(self, config: Mapping[str, Any]) -> None:
         """Declares what should run. Raises LaunchError when Serve refuses the file itself."""
@@ -90,7 +93,7 @@ class ServeRest:
 
     def _call(self, method: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url, data=data, method=method, headers={"Content-Type": "application/json"})
+        request = urllib.request.Request(self._url, data=data, method=method, headers=self._headers)
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
                 text = response.read().decode()
@@ -100,6 +103,15 @@ class ServeRest:
         except OSError as error:
             raise LaunchError(f"Ray's dashboard does not answer at {self._url}: {error}; run make stop, then make serve") from error
         return json.loads(text) if method == "GET" else {}
+
+
+def auth_headers(variables: Mapping[str, str], home: Path) -> dict[str, str]:
+    """Ray asks for a token on every call once one was ever made for this user; it looks for it in these places, in this order."""
+    token = variables.get("RAY_AUTH_TOKEN", "").strip()
+    path = Path(variables.get("RAY_AUTH_TOKEN_PATH") or home / ".ray" / "auth_token").expanduser()
+    if not token and path.is_file():
+        token = path.read_text().strip()
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def explain_failure(progress: DeployProgress) -> str:

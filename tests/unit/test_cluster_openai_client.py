@@ -70,7 +70,7 @@ async def test_client_raises_its_own_class_for_each_error(client: AsyncOpenAI) -
 async def test_client_gets_rate_limit_error_when_the_queue_is_full(client: AsyncOpenAI, cluster: InProcessCluster) -> None:
     cluster.replicas[0].engine.gate.clear()
     calls = [asyncio.create_task(client.completions.create(model=MODEL, prompt="one two", max_tokens=5)) for _ in range(40)]
-    done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
     cluster.replicas[0].engine.gate.set()
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(result) for result in results if isinstance(result, Exception)} == {openai.RateLimitError}

@@ -34,7 +34,16 @@ def with_stats(**fields: float) -> ReplicaSnapshot:
 
 def test_idle_replica_costs_its_prefill_and_decode() -> None:
     assert terms(REPLICA, decode=0.25) == pytest.approx(
-        {"wait": 0, "prefill": 0.32, "pending": 0, "slowdown": 0, "eviction": 0, "decode": 0.25 * 100 * 0.01, "balance": 0}
+        {
+            "wait": 0,
+            "prefill": 0.32,
+            "pending": 0,
+            "queueing": 0,
+            "slowdown": 0,
+            "eviction": 0,
+            "decode": 0.25 * 100 * 0.01,
+            "balance": 0,
+        }
     )
 
 
@@ -71,10 +80,18 @@ def test_eviction_costs_only_what_blank_blocks_do_not_hold() -> None:
     assert terms(with_stats(num_cached_blocks=500), eviction=0.5)["eviction"] == 0
 
 
-def test_balance_counts_recent_work_above_the_least() -> None:
-    first, second = score(REQUEST, replace(REPLICA, recent_work_s=5.0), replace(REPLICA, replica_id="r1", recent_work_s=7.0), balance=0.1)
-    assert dict(first.terms)["balance"] == 0
-    assert dict(second.terms)["balance"] == pytest.approx(0.2)
+def test_balance_counts_recent_work_beyond_the_tolerance() -> None:
+    replicas = [replace(REPLICA, replica_id=f"r{number}", recent_work_s=work_s) for number, work_s in enumerate((50.0, 51.0, 60.0))]
+    balance = [dict(scored.terms)["balance"] for scored in score(REQUEST, *replicas, balance=0.1, tolerance=0.03)]
+    # a hundredth of each second settles ties; beyond 51.5 s each costs a tenth more
+    assert balance == pytest.approx([0.0, 0.01, 0.1 + 0.1 * 8.5])
+
+
+def test_queueing_prices_prefill_by_utilization() -> None:
+    # 150 s of work in a window of 300 s: half busy, so one other second is lost for each of ours
+    assert terms(replace(REPLICA, recent_work_s=150.0), queueing=1.0)["queueing"] == pytest.approx(0.32)
+    # and never more than at 90 % utilization
+    assert terms(replace(REPLICA, recent_work_s=900.0), queueing=1.0)["queueing"] == pytest.approx(9 * 0.32)
 
 
 def test_deadline_that_would_be_missed_costs_more() -> None:

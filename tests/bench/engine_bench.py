@@ -1,0 +1,139 @@
+"""Our engine against transformers on one machine in one run: `python -m tests.bench.engine_bench` (`make bench`).
+
+The workload is B32: 32 prompts, 16 to 256 tokens each, greedy, EOS ignored, prefix caching off. Every engine runs in a process of
+its own with the same dtype and threads; medians over the repetitions, each with prompts that no cache has seen. Beside the
+ratios it writes the step time of ours against the number of running sequences, as a table and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from replicas.default_model import prepare_default_model
+from tests.bench.engine_report import markdown, picture
+from tests.bench.engine_worker import WorkerTask
+from tests.bench.machine import Quietness, hardware_name, noise_warnings, short_name
+
+ENGINES = ("static8", "static32", "generate_batch", "ours")
+SWEEP_SIZES = [1, 2, 4, 8, 16, 32, 64]
+REPO_ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).resolve().parent / "results"
+QUICK_RESULTS = REPO_ROOT / "build" / "bench"
+
+logger = logging.getLogger("bench")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 when every engine that was asked for gave numbers."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    load_before = os.getloadavg()[0]
+    model = str(options.model or prepare_default_model())
+    looks: list[Quietness] = []
+    engines: dict[str, Any] = {}
+    for name in options.engines:
+        looks.append(_look(options, model))
+        logger.info("%s", name)
+        engines[name] = _run_worker(_task(options, name, model), options.timeout)
+        if "error" in engines[name]:
+            logger.info("  %s could not run: %s", name, engines[name]["error"])
+    looks.append(_look(options, model))
+    result = {
+        "model": Path(model).name,
+        "hardware": hardware_name(num_cores=options.threads),
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "is_quick": options.quick,
+        "commit": _commit(),
+        "repetitions": options.repetitions,
+        "quietness": [asdict(look) for look in looks],
+        "load_before": load_before,
+        "warnings": noise_warnings(looks, load_before, options.threads),
+        "engines": engines,
+    }
+    _write(result, options.output or (QUICK_RESULTS if options.quick else RESULTS))
+    return 0 if all("error" not in engine for engine in engines.values()) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.engine_bench", description="Our engine against transformers on B32.")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="run only these")
+    parser.add_argument("--model", help="a folder or a Hugging Face id; the default model when left out")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="the same for every engine")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="torch threads of every engine")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one engine; past it, it counts as failed")
+    parser.add_argument("--no-sweep", action="store_true", help="leave out the steps against the number of running sequences")
+    parser.add_argument("--quick", action="store_true", help="4 prompts, 16 tokens, once: a test of the bench, not a measurement")
+    parser.add_argument("--output", type=Path, help=f"folder of the results; {RESULTS.relative_to(REPO_ROOT)} by default")
+    return parser
+
+
+def _task(options: argparse.Namespace, engine: str, model: str) -> WorkerTask:
+    sizes = [] if options.no_sweep else [1, 4] if options.quick else SWEEP_SIZES
+    return WorkerTask(
+        engine=engine,
+        model=model,
+        dtype=options.dtype,
+        device=options.device,
+        num_threads=options.threads,
+        repetitions=1 if options.quick else options.repetitions,
+        num_prompts=4 if options.quick else 32,
+        most_outputs=16 if options.quick else 256,
+        sweep_sizes=sizes if engine == "ours" else [],
+        sweep_steps=8 if options.quick else 64,
+    )
+
+
+def _look(options: argparse.Namespace, model: str) -> Quietness:
+    result = _run_worker(_task(options, "quietness", model), 120.0)
+    if "error" in result:
+        raise RuntimeError(f"the matmul that tells a noisy machine failed: {result['error']}")
+    return Quietness(**result)
+
+
+def _run_worker(task: WorkerTask, timeout_s: float) -> dict[str, Any]:
+    """The worker's result, or {"error": why there is none}. Its progress goes to our standard error as it comes."""
+    with tempfile.TemporaryDirectory() as folder:
+        result_file = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "tests.bench.engine_worker", json.dumps(asdict(task)), str(result_file)]
+        try:
+            # What libraries print to standard output is no result of ours.
+            finished = subprocess.run(command, cwd=REPO_ROOT, stdout=subprocess.DEVNULL, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired:
+            return {"error": f"it took longer than {timeout_s:.0f} s"}
+        if not result_file.exists():
+            return {"error": f"the worker ended with status {finished.returncode} and no result"}
+        result: dict[str, Any] = json.loads(result_file.read_text())
+        return result
+
+
+def _write(result: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{short_name(result['model'])}_{result['hardware']}_{result['date']}{'_quick' if result['is_quick'] else ''}"
+    (folder / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+    has_picture = picture(result, folder / f"{stem}.png")
+    text = markdown(result, f"{stem}.png" if has_picture else None)
+    (folder / f"{stem}.md").write_text(text)
+    sys.stdout.write(text)
+    logger.info("written to %s", folder / f"{stem}.md")
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPO_ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

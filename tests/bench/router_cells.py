@@ -1,0 +1,52 @@
+"""Hit rate and balance of every policy: both Mooncake traces, 5,000 and 20,000 blocks of 512 tokens a replica, 4 replicas.
+
+python -m tests.bench.router_cells TRACE OUT_STEM
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from router.config import PolicyName, RouterConfig
+from router.simulator.comparison import run_policy
+from router.simulator.hardware import DEVICES, MODELS, StepTimer
+from router.simulator.pictures import draw_comparison
+from router.simulator.simulation import SimulationConfig
+from router.simulator.traces import read_trace
+
+POLICIES: tuple[PolicyName, ...] = ("scoring", "longest_prefix", "consistent_hash", "round_robin", "least_loaded", "power_of_two")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--limit", type=int)
+    options = parser.parse_args()
+    trace = read_trace(options.trace, 512, options.limit)
+    timer = StepTimer(MODELS["8b"], DEVICES["h100"])
+    config = SimulationConfig()
+    base = RouterConfig(prior_prefill_tokens_per_s=timer.prefill_tokens_per_s, max_queue_requests=len(trace))
+    runs: list[dict[str, object]] = []
+    for num_blocks in (5_000, 20_000):
+        cell: list[dict[str, object]] = []
+        for policy in POLICIES:
+            run = {"num_blocks": num_blocks, **run_policy(policy, trace, replace(config, num_blocks=num_blocks), timer, base)}
+            cell.append(run)
+            print(
+                f"{options.trace.stem} {num_blocks} {policy:16} hit rate {run['hit_rate']:.4f} busiest {run['busiest_to_mean_work']:.3f} "
+                f"in SLO {run['goodput_share']:.3f} TTFT {run['ttft_s']}",
+                flush=True,
+            )
+        runs += cell
+        report = {"trace": options.trace.name, "num_requests": len(trace), "config": asdict(config), "runs": runs}
+        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        title = f"{options.trace.stem}, 4 replicas of Llama-3.1-8B on H100 (simulated), {num_blocks} blocks of 512 tokens each"
+        draw_comparison(cell, title, options.out.with_name(f"{options.out.name}_{num_blocks}_blocks.png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""One Ray, one deployment of a tiny random model, shared by every test of this folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.local.ray_head import RAY_ENVIRONMENT
+
+APP = "manta"
+MODEL = "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """Where the application answers."""
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> Path:
+    """A random two-layer llama with the default model's tokenizer: quick on any CPU, and exact in float32."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def deployed(tiny_model_dir: Path) -> Iterator[Deployed]:
+    os.environ.update(RAY_ENVIRONMENT)  # before the first import of ray.serve: it reads them once
+    import ray
+    from ray import serve
+
+    from cluster.app import build
+
+    args: dict[str, Any] = {
+        "models": [
+            {
+                "name": MODEL,
+                "num_replicas": 2,
+                "num_cpus": 0.5,
+                "engine": {"model": str(tiny_model_dir), "dtype": "float32", "kv_cache_bytes": 32 * 2**20, "num_threads": 1},
+            }
+        ]
+    }
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=128 * 2**20)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+        serve.run(build(args), name=APP, route_prefix="/")
+        yield Deployed(port)
+    finally:
+        serve.shutdown()
+        ray.shutdown()

@@ -1,0 +1,151 @@
+"""The deployed application over HTTP: answers, cancellation, and what clients see when something dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+from openai import AsyncOpenAI
+
+from tests.integration.conftest import MODEL, Deployed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+LONG = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture
+async def client(deployed: Deployed) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{deployed.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        await wait_until(deployed, lambda model: len(model["replicas"]) == 2, timeout_s=60)
+        yield made
+
+
+async def router_view(deployed: Deployed) -> dict[str, Any]:
+    async with httpx.AsyncClient() as http:
+        return (await http.get(f"{deployed.url}/debug/router", timeout=10)).json().get(MODEL, {"replicas": {}})
+
+
+async def wait_until(deployed: Deployed, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 10) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            view = await router_view(deployed)
+            if holds(view):
+                return
+        except (httpx.HTTPError, json.JSONDecodeError) as error:  # the router restarts
+            view = {"error": repr(error)}
+        assert time.monotonic() < deadline_s, json.dumps(view)
+        await asyncio.sleep(0.1)
+
+
+def is_idle(model: dict[str, Any]) -> bool:
+    return model["num_waiting"] == model["num_bookings"] == 0 and all(
+        replica["num_running"] == 0 and replica["num_free_blocks"] == replica["num_blocks"] for replica in model["replicas"].values()
+    )
+
+
+def kill_actor(name_contains: str) -> None:
+    """The process of one Serve actor, at once and without a word."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if name_contains in actor["name"]:
+            ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]), no_restart=True)
+            return
+    raise AssertionError(f"no actor named like {name_contains}")
+
+
+async def complete(client: AsyncOpenAI, prompt: str, **options: Any) -> Any:
+    return await client.completions.create(model=MODEL, prompt=prompt, **options)
+
+
+async def streamed_text(client: AsyncOpenAI, prompt: str, on_chunk: Callable[[int], None] = lambda count: None, **options: Any) -> str:
+    text = ""
+    stream = await client.completions.create(model=MODEL, prompt=prompt, stream=True, **options)
+    count = 0
+    async for chunk in stream:
+        text += chunk.choices[0].text
+        count += 1
+        on_chunk(count)
+    return text
+
+
+async def test_chat_streamed_equals_whole(client: AsyncOpenAI) -> None:
+    messages = [{"role": "user", "content": "Tell me about rivers."}]
+    whole = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=40, temperature=0)
+    stream = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=40, temperature=0, stream=True)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert text == whole.choices[0].message.content
+    assert whole.usage.completion_tokens >= 1
+
+
+async def test_seeded_choices_are_the_same_under_load(client: AsyncOpenAI) -> None:
+    options = {"max_tokens": 30, "seed": 11, "n": 3}
+    alone = await complete(client, "Once upon a time", **options)
+    crowd = await asyncio.gather(
+        *(complete(client, f"Story {index}", max_tokens=30) for index in range(12)), complete(client, "Once upon a time", **options)
+    )
+    assert [choice.text for choice in crowd[-1].choices] == [choice.text for choice in alone.choices]
+    assert len({choice.text for choice in alone.choices}) == 3
+
+
+async def test_errors_have_the_clients_own_classes(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        await client.completions.create(model="nobody", prompt="x")
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.completions.create(model=MODEL, prompt="x", max_tokens=10_000)
+    assert bad.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_disconnect_frees_every_block(client: AsyncOpenAI, deployed: Deployed, stream: bool) -> None:
+    body = {"model": MODEL, "prompt": "endless", "max_tokens": 3000, "ignore_eos": True, "stream": stream}
+    async with httpx.AsyncClient(timeout=60) as http:
+        task = asyncio.create_task(http.post(f"{deployed.url}/v1/completions", json=body))
+        await wait_until(deployed, lambda model: any(replica["num_running"] for replica in model["replicas"].values()))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await wait_until(deployed, is_idle, timeout_s=3)
+
+
+async def test_stop_string_ends_the_request_on_the_replica(client: AsyncOpenAI, deployed: Deployed) -> None:
+    whole = await complete(client, "The", max_tokens=60, temperature=0)
+    text = whole.choices[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    cut = await complete(client, "The", temperature=0, stop=[stop], max_tokens=3000)
+    assert cut.choices[0].text == text[: text.index(stop)]
+    await wait_until(deployed, is_idle, timeout_s=3)
+
+
+async def test_replica_killed_in_mid_stream_is_only_a_pause(client: AsyncOpenAI, deployed: Deployed) -> None:
+    expected = (await complete(client, "A long tale", **LONG)).choices[0].text
+    killed = False
+
+    def kill_once(count: int) -> None:
+        nonlocal killed
+        if count == 20 and not killed:
+            killed = True
+            kill_actor("replica-tiny")
+
+    texts = await asyncio.gather(*(streamed_text(client, "A long tale", kill_once, **LONG) for _ in range(4)))
+    assert killed
+    assert texts == [expected] * 4
+    await wait_until(deployed, lambda model: len(model["replicas"]) == 2, timeout_s=60)
+
+
+async def test_router_killed_leaves_streams_alone_and_comes_back(client: AsyncOpenAI, deployed: Deployed) -> None:
+    expected = (await complete(client, "A long tale", **LONG)).choices[0].text
+    started = asyncio.Event()
+    stream = asyncio.create_task(streamed_text(client, "A long tale", lambda count: started.set(), **LONG))
+    await started.wait()
+    kill_actor("#router#")
+    answer = await complete(client, "after the router died", max_tokens=4)
+    assert answer.usage.completion_tokens >= 1
+    assert await stream == expected
+    await wait_until(deployed, lambda model: len(model["replicas"]) == 2, timeout_s=30)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from router.config import PolicyName, RouterConfig
+from router.policy_choice import make_policy
+from router.simulator.__main__ import main
+from router.simulator.comparison import run_policy
+from router.simulator.hardware import DEVICES, MODELS, StepTimer
+from router.simulator.outcome import RequestOutcome, jain_index, percentiles, summarize
+from router.simulator.simulation import Simulation, SimulationConfig, SimulationResult
+from router.simulator.traces import TraceRequest, read_trace
+from tests.data_paths import SHARED_DATA
+
+CONVERSATION = SHARED_DATA / "traces" / "mooncake_conversation_trace.jsonl"
+SYNTHETIC = SHARED_DATA / "traces" / "mooncake_synthetic_trace.jsonl"
+TIMER = StepTimer(MODELS["8b"], DEVICES["h100"])
+PRIOR = TIMER.prefill_tokens_per_s
+
+
+def short_answers(path: Path, limit: int) -> list[TraceRequest]:
+    """Prompts as they are; at most four tokens to generate, which keeps a test short."""
+    return [replace(request, num_output_tokens=min(4, request.num_output_tokens)) for request in read_trace(path, 512, limit)]
+
+
+def simulate(trace: list[TraceRequest], policy: PolicyName = "scoring", *, speedup: float = 1.0, **fields: object) -> SimulationResult:
+    config = RouterConfig(policy=policy, prior_prefill_tokens_per_s=PRIOR, **fields)  # type: ignore[arg-type]
+    return Simulation(SimulationConfig(speedup=speedup), config, make_policy(config), TIMER).run(trace)
+
+
+def test_one_request_alone_takes_what_the_roofline_says() -> None:
+    (request,) = read_trace(CONVERSATION, 512, 1)
+    request = replace(request, num_output_tokens=3)
+    (outcome,) = simulate([request]).outcomes
+    # 2,048 tokens a step: 3 full steps and the rest, 2 ms on the way; then two decode steps
+    starts = [0, 2_048, 4_096, 6_144]
+    sizes = [2_048, 2_048, 2_048, 6_758 - 6_144]
+    prefill_s = sum(TIMER.step_s(size, size * (start + (size + 1) / 2), start + size) for start, size in zip(starts, sizes, strict=True))
+    assert outcome.ttft_s == pytest.approx(0.002 + prefill_s)
+    decode_s = TIMER.step_s(1, 6_759, 6_759) + TIMER.step_s(1, 6_760, 6_760)
+    assert outcome.tpot_s == pytest.approx(decode_s / 2)
+    assert outcome.is_good
+
+
+def test_same_seed_gives_the_same_outcomes() -> None:
+    trace = short_answers(SYNTHETIC, 60)
+    runs = [[asdict(outcome) for outcome in simulate(trace, speedup=4.0).outcomes] for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("policy", ["scoring", "least_loaded", "round_robin", "power_of_two", "longest_prefix", "consistent_hash"])
+def test_every_request_ends_and_every_block_comes_back(policy: PolicyName) -> None:
+    trace = short_answers(SYNTHETIC, 30)
+    result = simulate(trace, policy, speedup=10.0)
+    assert all(outcome.end_s is not None for outcome in result.outcomes)
+    for replica in result.replicas:
+        replica.scheduler.check()
+        assert replica.pool.num_free == replica.pool.num_blocks
+        assert not replica.scheduler.has_work
+
+
+@pytest.mark.parametrize("policy", ["scoring", "longest_prefix"])
+def test_block_that_every_conversation_shares_does_not_collapse_on_one_replica(policy: PolicyName) -> None:
+    trace = short_answers(CONVERSATION, 300)
+    figures = run_policy(policy, trace, SimulationConfig(), TIMER, RouterConfig(prior_prefill_tokens_per_s=PRIOR))
+    busiest = figures["busiest_to_mean_work"]
+    assert isinstance(busiest, float)
+    assert busiest < 1.3
+
+
+def test_overload_with_a_wait_limit_sheds_and_serves_the_rest() -> None:
+    trace = short_answers(SYNTHETIC, 120)
+    result = simulate(trace, speedup=40.0, max_wait_s=2.0)
+    rejected = [outcome for outcome in result.outcomes if outcome.is_rejected]
+    assert 0 < len(rejected) < 120
+    assert all(outcome.retry_after_s is not None and outcome.retry_after_s >= 1 for outcome in rejected)
+    assert all(outcome.end_s is not None for outcome in result.outcomes if not outcome.is_rejected)
+
+
+def test_high_tier_waits_at_most_a_dispatch_slot_behind_a_flood() -> None:
+    rows = [replace(request, num_output_tokens=2, arrival_s=0.0, priority=5) for request in read_trace(SYNTHETIC, 512, 80)]
+    urgent = [
+        replace(request, request_id=f"urgent {number}", arrival_s=1.0 + number, priority=0, num_output_tokens=2)
+        for number, request in enumerate(read_trace(CONVERSATION, 512, 6))
+    ]
+    result = simulate([*rows, *urgent])
+    # a dispatch slot's time: the longest prompt that may be in front, at the rate that the replica reaches on it
+    slot_s = max(request.num_prompt_tokens for request in rows) / PRIOR * 1.5
+    waits = [
+        outcome.dispatch_s - outcome.arrival_s for outcome in result.outcomes if outcome.priority == 0 and outcome.dispatch_s is not None
+    ]
+    assert len(waits) == 6
+    assert max(waits) <= slot_s
+
+
+def test_summary_of_known_outcomes() -> None:
+    def outcome(name: str, replica_id: str, ttft_s: float, cached: int) -> RequestOutcome:
+        return RequestOutcome(
+            request_id=name,
+            tenant=name,
+            priority=0,
+            arrival_s=10.0,
+            num_prompt_tokens=100,
+            num_output_tokens=11,
+            ttft_limit_s=2.0,
+            tpot_limit_s=0.1,
+            replica_id=replica_id,
+            dispatch_s=10.0,
+            first_token_s=10.0 + ttft_s,
+            end_s=10.0 + ttft_s + 0.5,
+            num_cached_tokens=cached,
+        )
+
+    summary = summarize([outcome("a", "r0", 1.0, 0), outcome("b", "r1", 3.0, 50)], num_replicas=4, end_s=20.0)
+    assert summary["hit_rate"] == pytest.approx(50 / 200)
+    assert summary["busiest_to_mean_work"] == pytest.approx(100 / (150 / 4))
+    assert summary["goodput_share"] == pytest.approx(0.5)
+    assert summary["goodput_per_s"] == pytest.approx(1 / 10)
+    # service: 100 + 2 x 11 and 50 + 2 x 11
+    assert summary["tenant_fairness"] == pytest.approx((122 + 72) ** 2 / (2 * (122**2 + 72**2)))
+
+
+def test_percentiles_use_the_nearest_rank() -> None:
+    assert percentiles([float(value) for value in range(1, 101)]) == {"mean": 50.5, "p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
+    assert percentiles([]) == {}
+
+
+def test_jain_index_of_one_taking_all_is_one_over_n() -> None:
+    assert jain_index([5.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+    assert jain_index([3.0, 3.0]) == pytest.approx(1.0)
+
+
+def test_command_line_writes_figures_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["--trace", str(SYNTHETIC), "--limit", "6", "--blocks-per-replica", "5000", "--tenants", "2"]
+    assert main([*arguments, "--compare", "--json", str(figures), "--picture", str(picture)]) == 0
+    report = json.loads(figures.read_text())
+    assert report["runs"][0]["policy"] == "scoring"
+    assert len(report["runs"]) == 6
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "hit rate" in capsys.readouterr().out
+
+
+def test_command_line_bad_value_is_one_line_and_status_2(caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["--trace", "nowhere.txt"]) == 2
+    assert main(["--trace", str(SYNTHETIC), "--speedup", "0"]) == 2
+    assert "--speedup must be above 0" in caplog.text
