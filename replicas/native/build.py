@@ -39,16 +39,21 @@ def load_native_library(cache_dir: Path | None = None) -> ctypes.CDLL:
         raise NativeUnavailable("no C++ compiler (g++ or clang++) is installed")
     cache_dir = cache_dir or Path.home() / ".cache" / "manta" / "native"
     path = cache_dir / f"kernels-{_fingerprint(compiler)}.so"
-    if path.exists():
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            logger.warning("building the CPU kernels again: %s", error)
-    _build(compiler, path)
+    if not _is_whole(path):
+        _build(compiler, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"cannot load {path}: {error}") from error
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is what was built: loading a damaged library would end the process."""
+    digest = path.with_suffix(".sha256")
+    try:
+        return digest.read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return False
 
 
 def _build(compiler: str, path: Path) -> None:
@@ -62,7 +67,10 @@ def _build(compiler: str, path: Path) -> None:
             result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             if result.returncode != 0:
                 raise NativeUnavailable(f"{compiler} failed: {(result.stderr.strip().splitlines() or ['no output'])[0]}")
+            digest = built.with_suffix(".sha256")
+            digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
             built.replace(path)
+            digest.replace(path.with_suffix(".sha256"))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"cannot build in {path.parent}: {error}") from error
     logger.info("built the CPU kernels in %.1f s", time.monotonic() - start_s)
