@@ -32,7 +32,7 @@ METRICS_INTERVAL_S = 1.0
 @serve.deployment(
     max_ongoing_requests=MAX_ONGOING_REQUESTS,
     health_check_period_s=1.0,
-    health_check_timeout_s=30.0,
+    health_check_timeout_s=10.0,
     max_constructor_retry_count=2,  # what refuses to load is a wrong setting far more often than bad luck
     logging_config={"enable_access_log": False},  # the gateway's access log tells all of it
 )

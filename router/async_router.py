@@ -43,7 +43,8 @@ class AsyncRouter:
     def check_health(self) -> None:
         """Raises RuntimeError when the pump has died: then nobody would ever be answered."""
         if self._pump is not None and self._pump.done():
-            raise RuntimeError(f"the router stopped deciding: {self._pump.exception()!r}")
+            reason = "it was closed" if self._pump.cancelled() else repr(self._pump.exception())
+            raise RuntimeError(f"the router stopped deciding: {reason}")
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
         """Waits for the decision. Cancelling takes the request out of the queue, or ends its booking."""

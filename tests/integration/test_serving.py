@@ -65,14 +65,12 @@ async def complete(client: AsyncOpenAI, prompt: str, **options: Any) -> Any:
     return await client.completions.create(model=MODEL, prompt=prompt, **options)
 
 
-async def streamed_text(client: AsyncOpenAI, prompt: str, on_chunk: Callable[[int], None] = lambda count: None, **options: Any) -> str:
+async def streamed_text(client: AsyncOpenAI, prompt: str, started: asyncio.Event | None = None, **options: Any) -> str:
     text = ""
-    stream = await client.completions.create(model=MODEL, prompt=prompt, stream=True, **options)
-    count = 0
-    async for chunk in stream:
+    async for chunk in await client.completions.create(model=MODEL, prompt=prompt, stream=True, **options):
         text += chunk.choices[0].text
-        count += 1
-        on_chunk(count)
+        if started is not None:
+            started.set()
     return text
 
 
@@ -125,24 +123,28 @@ async def test_stop_string_ends_the_request_on_the_replica(client: AsyncOpenAI, 
 
 async def test_replica_killed_in_mid_stream_is_only_a_pause(client: AsyncOpenAI, deployed: Deployed) -> None:
     expected = (await complete(client, "A long tale", **LONG)).choices[0].text
-    killed = False
+    started = asyncio.Event()
+    streams = [asyncio.create_task(streamed_text(client, "A long tale", started, **LONG)) for _ in range(4)]
+    await started.wait()
+    await wait_until(deployed, lambda model: any(replica["num_running"] for replica in model["replicas"].values()))
+    view = await router_view(deployed)
+    busy = next(replica_id for replica_id, replica in view["replicas"].items() if replica["num_running"])
+    kill_actor(f"#{busy}")
+    assert await asyncio.gather(*streams) == [expected] * 4
+    await wait_until(deployed, lambda model: busy not in model["replicas"] and len(model["replicas"]) == 2, timeout_s=60)
 
-    def kill_once(count: int) -> None:
-        nonlocal killed
-        if count == 20 and not killed:
-            killed = True
-            kill_actor("replica-tiny")
 
-    texts = await asyncio.gather(*(streamed_text(client, "A long tale", kill_once, **LONG) for _ in range(4)))
-    assert killed
-    assert texts == [expected] * 4
+async def test_idle_replica_killed_is_noticed_and_replaced(client: AsyncOpenAI, deployed: Deployed) -> None:
+    dead = next(iter((await router_view(deployed))["replicas"]))
+    kill_actor(f"#{dead}")
+    await wait_until(deployed, lambda model: dead not in model["replicas"], timeout_s=10)
     await wait_until(deployed, lambda model: len(model["replicas"]) == 2, timeout_s=60)
 
 
 async def test_router_killed_leaves_streams_alone_and_comes_back(client: AsyncOpenAI, deployed: Deployed) -> None:
     expected = (await complete(client, "A long tale", **LONG)).choices[0].text
     started = asyncio.Event()
-    stream = asyncio.create_task(streamed_text(client, "A long tale", lambda count: started.set(), **LONG))
+    stream = asyncio.create_task(streamed_text(client, "A long tale", started, **LONG))
     await started.wait()
     kill_actor("#router#")
     answer = await complete(client, "after the router died", max_tokens=4)

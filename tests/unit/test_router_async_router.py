@@ -1,0 +1,90 @@
+"""Callers of the asynchronous router: each gets one answer, and one that leaves keeps no booking."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from replicas.stats import ReplicaReport, ReplicaStats
+from router.async_router import AsyncRouter
+from router.config import RouterConfig
+from router.policies import LeastLoaded
+from router.router import Router
+from router.snapshot import Decision, Rejection, RoutingRequest
+
+
+def request(name: str) -> RoutingRequest:
+    return RoutingRequest(request_id=name, model="m", num_prompt_tokens=10, max_tokens=5)
+
+
+def report(replica_id: str = "r") -> ReplicaReport:
+    stats = ReplicaStats(num_blocks=100, num_free_blocks=100)
+    return ReplicaReport(replica_id=replica_id, model="m", epoch=1, stats=stats, block_size=16, max_num_seqs=2, first_event=0)
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[AsyncRouter]:
+    made = AsyncRouter(Router(RouterConfig(policy="least_loaded", dispatch_ahead=1, no_replica_timeout_s=0.05), LeastLoaded()))
+    made.start()
+    yield made
+    await made.close()
+
+
+def num_bookings(router: AsyncRouter) -> int:
+    view = router.describe()["m"]
+    assert isinstance(view, dict)
+    return int(view["num_bookings"])
+
+
+async def test_acquire_with_a_replica_answers_and_books(router: AsyncRouter) -> None:
+    router.apply_report(report())
+    answer = await router.acquire(request("a"))
+    assert isinstance(answer, Decision)
+    assert answer.replica_id == "r"
+    assert num_bookings(router) == 1
+    router.release("a", 3)
+    assert num_bookings(router) == 0
+
+
+async def test_acquire_before_the_first_report_waits_for_it(router: AsyncRouter) -> None:
+    waiting = asyncio.create_task(router.acquire(request("a")))
+    await asyncio.sleep(0)
+    router.apply_report(report())
+    assert isinstance(await waiting, Decision)
+
+
+async def test_acquire_without_any_replica_is_rejected_as_unavailable(router: AsyncRouter) -> None:
+    answer = await router.acquire(request("a"))
+    assert isinstance(answer, Rejection)
+    assert answer.is_unavailable
+
+
+async def test_cancelled_caller_leaves_queue_and_bookings(router: AsyncRouter) -> None:
+    router.apply_report(report())
+    calls = [asyncio.create_task(router.acquire(request(str(index)))) for index in range(20)]
+    await asyncio.sleep(0.01)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    for index in range(20):  # what a gateway does for every request, answered or not
+        router.release(str(index), 0)
+    await asyncio.sleep(0)
+    assert num_bookings(router) == 0
+    assert isinstance(await router.acquire(request("next")), Decision)
+
+
+async def test_release_of_a_waiting_request_takes_it_out(router: AsyncRouter) -> None:
+    call = asyncio.create_task(router.acquire(request("a")))
+    await asyncio.sleep(0)
+    router.release("a", 0)
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+async def test_health_tells_when_the_pump_has_died(router: AsyncRouter) -> None:
+    router.check_health()
+    await router.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        router.check_health()
