@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import time
 import urllib.error
 import urllib.request
@@ -128,10 +129,10 @@ def check_applications(config: dict[str, Any]) -> list[ClusterConfig]:
 
 
 def success_message(port: int, model: str) -> str:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    body = shlex.quote(json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}))
     return (
         f"\nready at http://127.0.0.1:{port}/v1 (dashboard: http://127.0.0.1:{DASHBOARD_PORT}). Try:\n\n"
-        f"curl http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"curl http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' -d {body}\n\n"
         "make stop ends it."
     )
 
