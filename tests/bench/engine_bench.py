@@ -1,8 +1,9 @@
 """Our engine against transformers on one machine in one run: `python -m tests.bench.engine_bench` (`make bench`).
 
 The workload is B32: 32 prompts, 16 to 256 tokens each, greedy, EOS ignored, prefix caching off. Every engine runs in a process of
-its own with the same dtype and threads; medians over the repetitions, each with prompts that no cache has seen. Beside the
-ratios it writes the step time of ours against the number of running sequences, as a table and a picture.
+its own with the same threads and dtype: float32 on a CPU without bfloat16 units, where transformers would emulate it. `ours_default`
+is our engine once more in the dtype that it takes by itself, if that is another. Medians over the repetitions, each with prompts that
+no cache has seen. Beside the ratios it writes the step time of ours against the number of running sequences, as a table and a picture.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.bench.engine_report import markdown, picture
 from tests.bench.engine_worker import WorkerTask
 from tests.bench.machine import Quietness, hardware_name, noise_warnings, short_name
 
-ENGINES = ("static8", "static32", "generate_batch", "ours")
+ENGINES = ("static8", "static32", "generate_batch", "ours", "ours_default")
 SWEEP_SIZES = [1, 2, 4, 8, 16, 32, 64]
 REPO_ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -69,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.engine_bench", description="Our engine against transformers on B32.")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="run only these")
     parser.add_argument("--model", help="a folder or a Hugging Face id; the default model when left out")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="the same for every engine")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="the same for every engine but ours_default"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="torch threads of every engine")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -91,7 +94,7 @@ def _task(options: argparse.Namespace, engine: str, model: str) -> WorkerTask:
         repetitions=1 if options.quick else options.repetitions,
         num_prompts=4 if options.quick else 32,
         most_outputs=16 if options.quick else 256,
-        sweep_sizes=sizes if engine == "ours" else [],
+        sweep_sizes=sizes if engine.startswith("ours") else [],
         sweep_steps=8 if options.quick else 64,
     )
 

@@ -11,26 +11,27 @@ NAMES = {
     "static32": "transformers, static batches of 32",
     "generate_batch": "transformers, continuous batching (`generate_batch`)",
     "ours": "Manta",
+    "ours_default": "Manta in its own default dtype",
 }
 
 
 def tokens_per_s(engine: dict[str, Any]) -> float | None:
     """Median useful tokens a second; None when the engine gave no numbers."""
-    if "error" in engine:
+    if "error" in engine or "skipped" in engine:
         return None
     return float(engine["num_useful_tokens"] / statistics.median(engine["times_s"]))
 
 
-def ratios(result: dict[str, Any]) -> dict[str, float]:
-    """Ours over each baseline that ran, as name -> factor."""
-    rates = {name: tokens_per_s(engine) for name, engine in result["engines"].items()}
-    ours = rates.pop("ours", None)
-    return {name: ours / rate for name, rate in rates.items() if ours and rate}
+def ratios(result: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """Each of ours that ran over each baseline that ran, as (ours, baseline) -> factor."""
+    rates = {name: rate for name, engine in result["engines"].items() if (rate := tokens_per_s(engine))}
+    ours = [name for name in rates if name.startswith("ours")]
+    return {(name, other): rates[name] / rates[other] for name in ours for other in rates if other not in ours}
 
 
 def markdown(result: dict[str, Any], picture_name: str | None) -> str:
     engines = result["engines"]
-    sample = next((engine for engine in engines.values() if "error" not in engine), {})
+    sample = next((engine for engine in engines.values() if tokens_per_s(engine)), {})
     quick = " **A quick test of the bench: not a measurement.**" if result["is_quick"] else ""
     setting = (
         f"B32: {sample.get('num_useful_tokens', 0)} useful tokens, greedy, EOS ignored (transformers' static batches suppress it), prefix "
@@ -45,20 +46,25 @@ def markdown(result: dict[str, Any], picture_name: str | None) -> str:
         "",
         *(f"**Warning: {warning}.**" for warning in result["warnings"]),
         *([""] if result["warnings"] else []),
-        "| engine | useful tokens/s | least to most | peak MiB | Manta is faster by |",
-        "|---|---|---|---|---|",
+        "| engine | dtype | useful tokens/s | least to most | peak MiB | Manta is faster by |",
+        "|---|---|---|---|---|---|",
     ]
     factors = ratios(result)
     for name, engine in engines.items():
         rate = tokens_per_s(engine)
         if rate is None:
-            lines.append(f"| {NAMES[name]} | did not run: {engine['error']} | | | |")
+            lines.append(f"| {NAMES[name]} | | not run: {engine.get('error') or engine['skipped']} | | | |")
             continue
         each = sorted(engine["num_useful_tokens"] / time_s for time_s in engine["times_s"])
-        factor = f"{factors[name]:.2f}x" if name in factors else ""
-        lines.append(f"| {NAMES[name]} | {rate:.1f} | {each[0]:.1f} to {each[-1]:.1f} | {engine['peak_rss_mib']} | {factor} |")
-    lines += ["", *(f"- ours/{name}: {factor:.2f}" for name, factor in factors.items())]
-    lines += _sweep_table(engines.get("ours", {}).get("sweep") or [], picture_name)
+        factor = f"{factors['ours', name]:.2f}x" if ("ours", name) in factors else ""
+        lines.append(
+            f"| {NAMES[name]} | {engine['dtype']} | {rate:.1f} | {each[0]:.1f} to {each[-1]:.1f} | {engine['peak_rss_mib']} | {factor} |"
+        )
+    lines += ["", *(f"- {ours}/{baseline}: {factor:.2f}" for (ours, baseline), factor in factors.items())]
+    for name in ("ours", "ours_default"):
+        lines += _sweep_table(engines.get(name, {}))
+    if picture_name is not None:
+        lines += ["", f"![Throughput and step time against running sequences]({picture_name})"]
     looks = ", ".join(f"{look['matmul_ms']:.1f} ms (load {look['load_average']:.1f})" for look in result["quietness"])
     lines += [
         "",
@@ -67,12 +73,13 @@ def markdown(result: dict[str, Any], picture_name: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sweep_table(rows: list[dict[str, Any]], picture_name: str | None) -> list[str]:
+def _sweep_table(engine: dict[str, Any]) -> list[str]:
+    rows = engine.get("sweep") or []
     if not rows:
         return []
     lines = [
         "",
-        "## Decode steps of Manta against the number of running sequences",
+        f"## Decode steps against the number of running sequences, {engine['dtype']}, {engine['runner']} runner",
         "",
         "| running | step p50 ms | step p95 ms | tokens/s | tokens in KV |",
         "|---|---|---|---|---|",
@@ -80,28 +87,29 @@ def _sweep_table(rows: list[dict[str, Any]], picture_name: str | None) -> list[s
     for row in rows:
         times = f"{row['step_ms_p50']:.1f} | {row['step_ms_p95']:.1f} | {row['tokens_per_s']:.0f}"
         lines += [f"| {row['num_running']} | {times} | {row['num_context_tokens']} |"]
-    if picture_name is not None:
-        lines += ["", f"![Throughput and step time against running sequences]({picture_name})"]
     return lines
 
 
 def picture(result: dict[str, Any], path: Path) -> bool:
     """Draws throughput and step time of ours; False, and no file, when there was no sweep."""
-    rows = result["engines"].get("ours", {}).get("sweep") or []
-    if not rows:
+    swept = [engine for name, engine in result["engines"].items() if name.startswith("ours") and engine.get("sweep")]
+    if not swept:
         return False
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    sizes = [row["num_running"] for row in rows]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.plot(sizes, [row["tokens_per_s"] for row in rows], "o-", color="tab:blue")
+    for engine in swept:
+        rows, dtype = engine["sweep"], engine["dtype"]
+        sizes = [row["num_running"] for row in rows]
+        (line,) = left.plot(sizes, [row["tokens_per_s"] for row in rows], "o-", label=dtype)
+        right.plot(sizes, [row["step_ms_p50"] for row in rows], "o-", color=line.get_color(), label=f"{dtype} p50")
+        right.plot(sizes, [row["step_ms_p95"] for row in rows], ":", color=line.get_color(), label=f"{dtype} p95")
     left.set(title="Throughput", ylabel="tokens/s")
-    right.plot(sizes, [row["step_ms_p50"] for row in rows], "o-", color="tab:orange", label="p50")
-    right.plot(sizes, [row["step_ms_p95"] for row in rows], "o:", color="tab:red", label="p95")
     right.set(title="Decode step", ylabel="ms")
+    left.legend()
     right.legend()
     for axes in (left, right):
         axes.set(xlabel="running sequences", xscale="log", ylim=(0, None))

@@ -25,7 +25,7 @@ class WorkerTask:
     """What one worker measures."""
 
     engine: str
-    """quietness, static8, static32, generate_batch or ours."""
+    """quietness, static8, static32, generate_batch, ours, or ours_default (ours in the dtype that it takes by itself)."""
     model: str
     dtype: str
     device: str
@@ -65,20 +65,23 @@ def _run_engine(task: WorkerTask) -> dict[str, Any]:
     torch.set_num_threads(task.num_threads)
     device = resolve_device(task.device)
     checkpoint = getattr(AutoConfig.from_pretrained(task.model), "dtype", None)
-    dtype, reason = resolve_dtype(task.dtype, checkpoint, device)
+    # auto: what torch multiplies in on this machine. Emulated bfloat16 would slow the baselines and flatter ours.
+    dtype, reason = resolve_dtype(task.dtype, checkpoint, device, is_native=False)
+    facts: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "dtype_reason": reason}
     times_s: list[float] = []
     with ExitStack() as stack:
         start_s = time.perf_counter()
-        run, sweep = _prepare(task, dtype, device, stack)
+        run, sweep = _prepare(task, dtype, device, stack, facts)
         load_s = time.perf_counter() - start_s
+        if task.engine == "ours_default" and facts["dtype"] == str(dtype).removeprefix("torch."):
+            return {"skipped": f"its own dtype is {facts['dtype']}, as above"}
         for repetition in range(task.repetitions):
             workload = _workload(task, repetition)
             times_s.append(run(workload))
             _note(f"repetition {repetition + 1}/{task.repetitions}: {workload.num_useful_tokens / times_s[-1]:.1f} tokens/s")
         sweep_rows = sweep()
     return {
-        "dtype": str(dtype).removeprefix("torch."),
-        "dtype_reason": reason,
+        **facts,
         "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
         "num_threads": torch.get_num_threads(),
         "load_s": load_s,
@@ -89,19 +92,19 @@ def _run_engine(task: WorkerTask) -> dict[str, Any]:
 
 
 def _prepare(
-    task: WorkerTask, dtype: Any, device: Any, stack: ExitStack
+    task: WorkerTask, dtype: Any, device: Any, stack: ExitStack, facts: dict[str, Any]
 ) -> tuple[Callable[[workload_source.Workload], float], Callable[[], list[dict[str, Any]]]]:
-    """Loads and warms up the engine; gives what runs a workload (seconds), and what runs the sweep."""
+    """Loads and warms up the engine; gives what runs a workload (seconds), and the sweep. Adds to `facts` what it chose."""
     warm_up = workload_source.b32(task.model, workload_source.WARM_UP_REPETITION, num_prompts=min(8, task.num_prompts), most_outputs=8)
-    if task.engine == "ours":
+    if task.engine in ("ours", "ours_default"):
         from replicas.llm import LLM
         from replicas.text.tokenizer import Tokenizer
         from tests.bench import manta_engine
 
         most = max([task.num_prompts, *task.sweep_sizes])
-        engine = manta_engine.load(
-            task.model, dtype=str(dtype).removeprefix("torch."), device=device.type, num_threads=task.num_threads, max_num_seqs=most
-        )
+        own_dtype = "auto" if task.engine == "ours_default" else str(dtype).removeprefix("torch.")
+        engine = manta_engine.load(task.model, dtype=own_dtype, device=device.type, num_threads=task.num_threads, max_num_seqs=most)
+        facts |= {"dtype": engine.description.dtype, "runner": engine.description.runner}
         llm = LLM.from_engine(engine, Tokenizer.load(task.model))
         manta_engine.run_workload(llm, warm_up)
         prompts = _workload(task, workload_source.WARM_UP_REPETITION + 1).prompt_ids

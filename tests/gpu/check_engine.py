@@ -115,7 +115,9 @@ def _engine(folder: Path, device: str, **settings: object) -> Engine:
 
 
 def _backend_name(engine: Engine) -> str:
-    return str(engine._runner._backend.name)  # type: ignore[attr-defined]
+    """Of the attention backend; on a CPU the native runner has none."""
+    backend = getattr(engine._runner, "_backend", None)
+    return engine.description.runner if backend is None else str(backend.name)
 
 
 def _prompts(vocab_size: int) -> list[list[int]]:

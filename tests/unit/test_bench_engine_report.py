@@ -14,7 +14,7 @@ from tests.bench.machine import Quietness, hardware_name, noise_warnings, short_
 def _engine(*times_s: float, **more: Any) -> dict[str, Any]:
     return {
         "num_useful_tokens": 3472, "times_s": list(times_s), "dtype": "float32", "dtype_reason": "as configured", "num_threads": 2,
-        "device": "cpu", "peak_rss_mib": 900, "sweep": [], **more,
+        "device": "cpu", "runner": "native", "peak_rss_mib": 900, "sweep": [], **more,
     }  # fmt: skip
 
 
@@ -35,12 +35,12 @@ def test_tokens_per_s_of_three_repetitions_is_the_median() -> None:
 
 
 def test_ratios_of_an_engine_that_failed_are_left_out() -> None:
-    assert ratios(RESULT) == pytest.approx({"static32": 4.0})
+    assert ratios(RESULT) == {("ours", "static32"): pytest.approx(4.0)}
 
 
 def test_markdown_names_warnings_ratios_and_why_an_engine_did_not_run() -> None:
     text = markdown(RESULT, "a.png")
-    for part in ("**Warning: the machine was not quiet.**", "- ours/static32: 4.00", "did not run: RuntimeError: no kernel", "(a.png)"):
+    for part in ("**Warning: the machine was not quiet.**", "- ours/static32: 4.00", "not run: RuntimeError: no kernel", "(a.png)"):
         assert part in text
     assert "| 8 | 20.0 | 25.0 | 400 | 640 |" in text
 
