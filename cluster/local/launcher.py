@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from cluster.config import ClusterConfig, ConfigError, Environment, read_config
-from cluster.local.preflight import LaunchError, check_disk, check_http_port
-from cluster.local.ray_head import DASHBOARD_PORT, RayHead
+from cluster.local.preflight import LaunchError, check_disk, check_http_port, check_no_other_ray
+from cluster.local.ray_head import DASHBOARD_PORT, GCS_PORT, RayHead
 from cluster.local.serve_rest import DeployProgress, ServeRest, auth_headers
 from replicas.default_model import DefaultModelError, prepare_default_model
 
@@ -42,7 +42,9 @@ class Launcher:
         clusters = check_applications(config)
         http_port = config["http_options"]["port"]
         check_disk(self._environment.state_dir)
-        check_http_port(http_port, self._ray.pids())
+        own_pids = self._ray.pids()
+        check_no_other_ray((GCS_PORT, DASHBOARD_PORT), own_pids)
+        check_http_port(http_port, own_pids)
         if any(model.engine.model is None for cluster in clusters for model in cluster.models):
             self._prepare_default_model()
         self._start_ray(http_port)
