@@ -3,11 +3,13 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kvcache.block_pool import BlockPool
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
 from replicas.sampling_params import SamplingParams
@@ -45,15 +47,17 @@ def expected(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]
     return [output[len(p) :].tolist() for output, p in zip(outputs, prompts, strict=True)]
 
 
+def _load(folder: Path, **settings: Any) -> Engine:
+    return Engine.load(EngineConfig(model=str(folder), max_model_len=1024, kv_cache_bytes=1 << 30, max_num_batched_tokens=256, **settings))
+
+
 @pytest.fixture(scope="module")
 def engine(default_model_dir: Path) -> Engine:
-    return Engine.load(EngineConfig(model=str(default_model_dir), dtype="float32", max_model_len=1024, kv_cache_bytes=1 << 30))
+    return _load(default_model_dir, dtype="float32", runner="native")
 
 
 def _rescheduled(engine: Engine, *, budget: int, caching: bool, num_blocks: int | None = None) -> Engine:
     """The same model and KV tensors under another scheduler, its cache empty."""
-    from kvcache.block_pool import BlockPool
-
     old = engine.scheduler
     num_blocks = num_blocks or old.pool.num_blocks
     config = SchedulerConfig(
@@ -146,12 +150,36 @@ def test_logprobs_equal_transformers_log_softmax(engine: Engine, model: PreTrain
         assert [value for _, value in found.top] == pytest.approx(top.values.tolist(), abs=1e-3)
 
 
-def test_bfloat16_tokens_are_within_half_a_nat_of_the_best(
-    default_model_dir: Path, model: PreTrainedModel, prompts: list[list[int]]
+def test_transformers_runner_batched_chunked_and_preempted_equals_generate(
+    default_model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    engine = Engine.load(
-        EngineConfig(model=str(default_model_dir), dtype="bfloat16", max_model_len=1024, kv_cache_bytes=1 << 29, max_num_batched_tokens=256)
-    )
+    engine = _load(default_model_dir, dtype="float32", runner="transformers")
+    longest = max(len(p) for p in prompts) + NUM_OUTPUT
+    engine = _rescheduled(engine, budget=61, caching=True, num_blocks=-(-longest // 16) * 3)
+    results = run(engine, requests_for(prompts[4:20]))
+    assert engine.stats().num_preemptions >= 5, "the pool was meant to be too small"
+    assert [r.token_ids for r in results] == expected[4:20]
+
+
+def test_native_bfloat16_is_the_same_alone_or_batched_whole_or_chunked_hot_or_preempted(
+    default_model_dir: Path, prompts: list[list[int]]
+) -> None:
+    engine = _load(default_model_dir, dtype="bfloat16", runner="native")
+    params = replace(GREEDY, max_tokens=32)
+    engine = _rescheduled(engine, budget=2048, caching=False)
+    alone = [run(engine, requests_for([prompt], params))[0].token_ids for prompt in prompts[::4]]
+    engine = _rescheduled(engine, budget=37, caching=True, num_blocks=80)
+    for state in ("cold", "hot"):
+        results = run(engine, requests_for(prompts, params, prefix=state))
+        assert [r.token_ids for r in results[::4]] == alone
+    assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("runner", ["native", "transformers"])
+def test_bfloat16_tokens_are_within_half_a_nat_of_the_best(
+    default_model_dir: Path, model: PreTrainedModel, prompts: list[list[int]], runner: str
+) -> None:
+    engine = _load(default_model_dir, dtype="bfloat16", runner=runner)
     params = replace(GREEDY, max_tokens=24)
     chosen = prompts[::5]
     for prompt, result in zip(chosen, run(engine, requests_for(chosen, params)), strict=True):
