@@ -10,7 +10,7 @@ PORT ?=
 PY := .venv/bin/python
 
 # Torch-free packages are checked strictly; so is the composition in cluster/.
-MYPY_TARGETS := kvcache router cluster replicas/request.py replicas/sampling_params.py replicas/stats.py replicas/engine_config.py
+MYPY_TARGETS = kvcache router cluster $(shell grep -LE '^(import|from) torch' replicas/*.py replicas/text/*.py)
 
 .PHONY: serve stop test unit check bench clean environment dev-environment
 
