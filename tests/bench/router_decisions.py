@@ -3,8 +3,8 @@
     python -m tests.bench.router_decisions speed [OUT.json]
     python -m tests.bench.router_decisions soak [NUM_REQUESTS] [OUT.json]
 
-No engine runs: replicas are counters that report what they were sent, and every prompt is 8,000 tokens in 500 blocks, half
-of it one of a few hundred shared prefixes. A decision's time is `submit` and `step` together, with its booking, in CPU time of
+No engine runs: replicas are counters that report what they were sent, and every prompt is 8,000 tokens in 500 blocks (in
+the soak 320 in 20), half of it one of a few hundred shared prefixes. A decision's time is `submit` and `step` together, with its booking, in CPU time of
 the thread, so that other work on the machine counts less.
 """
 
@@ -91,13 +91,14 @@ class CountingReplica:
 class Load:
     """Makes prompts, sends them through a router, and lets the replicas report in turn."""
 
-    def __init__(self, num_replicas: int, *, num_prompts: int, num_prefixes: int, seed: int = 1) -> None:
+    def __init__(self, num_replicas: int, *, num_prompts: int, num_prefixes: int, num_blocks: int = NUM_BLOCKS, seed: int = 1) -> None:
+        self.num_blocks = num_blocks
         config = RouterConfig(prior_prefill_tokens_per_s=30_000.0)
         self.router = Router(config, make_policy(config))
         self.replicas = {f"r{number:04}": CountingReplica(f"r{number:04}", num_prompts) for number in range(num_replicas)}
         self.turns = deque(self.replicas.values())
         self.rng = Random(seed)
-        self.prefixes = [self._chain(number, NUM_BLOCKS // 2) for number in range(num_prefixes)]
+        self.prefixes = [self._chain(number, num_blocks // 2) for number in range(num_prefixes)]
         self.running: deque[tuple[float, str, str, tuple[bytes, ...]]] = deque()
         self.now_s = 0.0
         self.num_sent = 0
@@ -109,11 +110,11 @@ class Load:
         self.now_s += interval_s
         self.num_sent += 1
         prefix = self.prefixes[min(len(self.prefixes) - 1, int(self.rng.expovariate(8 / len(self.prefixes))))]
-        keys = (*prefix, *self._chain(1_000_000 + self.num_sent, NUM_BLOCKS - len(prefix)))
+        keys = (*prefix, *self._chain(1_000_000 + self.num_sent, self.num_blocks - len(prefix)))
         request = RoutingRequest(
             request_id=f"q{self.num_sent}",
             model="m",
-            num_prompt_tokens=NUM_BLOCKS * BLOCK_SIZE + 5,
+            num_prompt_tokens=self.num_blocks * BLOCK_SIZE + 5,
             max_tokens=256,
             block_keys=keys,
             tenant=f"t{self.rng.randrange(50)}",
@@ -172,10 +173,10 @@ def resident_bytes() -> int:
 
 
 def soak(num_requests: int, out: Path | None) -> None:
-    load = Load(8, num_prompts=10, num_prefixes=50)
+    load = Load(8, num_prompts=100, num_prefixes=50, num_blocks=20)
     rows = []
     for number in range(1, num_requests + 1):
-        load.send(interval_s=0.05)
+        load.send(interval_s=0.02)
         if number % 2 == 0:
             load.report_next()
         if number % (num_requests // 20) == 0:
