@@ -59,9 +59,11 @@ def main() -> int:
 def _run_engine(task: WorkerTask) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig
+    from transformers.utils.logging import disable_progress_bar
 
     from replicas.model_loader import resolve_device, resolve_dtype
 
+    disable_progress_bar()
     torch.set_num_threads(task.num_threads)
     device = resolve_device(task.device)
     checkpoint = getattr(AutoConfig.from_pretrained(task.model), "dtype", None)
