@@ -39,7 +39,9 @@ METRICS_INTERVAL_S = 1.0
 class ReplicaDeployment:
     """Serves one model. Token ids in, token ids out; closing a stream cancels its request."""
 
-    async def __init__(self, model: str, config: EngineConfig, num_replicas: int, router: Any, log_level: str) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, model: str, config: EngineConfig, num_replicas: int, router: Any, log_level: str
+    ) -> None:
         """`num_replicas` counts every replica of the application: they share the machine's cores and the router's time."""
         start_logging(log_level)
         self._config = replace(config, num_threads=config.num_threads or _share_of_cores(num_replicas))
@@ -127,6 +129,6 @@ class RayMetricSink:
 
 def _share_of_cores(num_replicas: int) -> int:
     """Threads for one of `num_replicas` spread over the cluster's nodes: all cores of a node together, never more."""
-    num_nodes = max(1, sum(node["Alive"] for node in ray.nodes()))
+    num_nodes = max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
     replicas_here = -(-num_replicas // num_nodes)
     return max(1, len(os.sched_getaffinity(0)) // replicas_here)
