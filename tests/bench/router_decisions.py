@@ -3,9 +3,9 @@
     python -m tests.bench.router_decisions speed [OUT.json]
     python -m tests.bench.router_decisions soak [NUM_REQUESTS] [OUT.json]
 
-No engine runs: replicas are counters that report what they were sent, and every prompt is 8,000 tokens in 500 blocks (in
-the soak 320 in 20), half of it one of a few hundred shared prefixes. A decision's time is `submit` and `step` together, with its booking, in CPU time of
-the thread, so that other work on the machine counts less.
+No engine runs: replicas are counters that report what they were sent. Every prompt is 8,000 tokens in 500 blocks (in the
+soak 320 in 20), half of it one of a few hundred shared prefixes. A decision's time is `submit` and `step` together, with
+its booking, in CPU time of the thread, so that other work on the machine counts less.
 """
 
 from __future__ import annotations
