@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 # More than any queue limit: the router bounds what a replica gets, and Serve must not turn it away or queue it.
 MAX_ONGOING_REQUESTS = 1_000_000
 METRICS_INTERVAL_S = 1.0
+SWITCH_INTERVAL_S = 0.0005
+"""Between a step's native call and the next one the engine thread needs the interpreter: it must not wait 5 ms for the loop."""
 
 
 @serve.deployment(
@@ -47,10 +50,12 @@ class ReplicaDeployment:
         self._config = replace(config, num_threads=config.num_threads or _share_of_cores(num_replicas))
         self._description: ModelDescription | None = None
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._metrics = EngineMetrics(RayMetricSink({"model": model, "replica": replica_id}))
-        self._engine = AsyncEngine(self._load, on_step=self._metrics.note_step)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._engine = AsyncEngine(self._load, on_step=lambda output: self._metrics.note_step(output))
         await self._engine.start()
         description = await self.describe()
+        # The runner as a tag: requests that a slower path serves can be counted and alarmed on.
+        self._metrics = EngineMetrics(RayMetricSink({"model": model, "replica": replica_id, "runner": description.runner}))
         identity = ReplicaIdentity(
             replica_id=replica_id, model=model, block_size=description.block_size, max_num_seqs=self._config.max_num_seqs
         )
