@@ -20,7 +20,7 @@ from replicas.engine_metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS
 from replicas.logs import start_logging
 from replicas.model_description import ModelDescription
 from replicas.reporter import ReplicaIdentity, Reporter, report_interval_s
-from replicas.request import GenerationRequest, RequestProgress
+from replicas.request import GenerationRequest, RequestProgress, StepOutput
 from replicas.stats import ReplicaReport, ReportReply
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class ReplicaDeployment:
         self._description: ModelDescription | None = None
         replica_id = serve.get_replica_context().replica_id.unique_id
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._engine = AsyncEngine(self._load, on_step=lambda output: self._metrics.note_step(output))
+        self._engine = AsyncEngine(self._load, on_step=self._note_step)
         await self._engine.start()
         description = await self.describe()
         # The runner as a tag: requests that a slower path serves can be counted and alarmed on.
@@ -77,6 +77,9 @@ class ReplicaDeployment:
         engine = Engine.load(self._config)
         self._description = engine.description
         return engine
+
+    def _note_step(self, output: StepOutput) -> None:
+        self._metrics.note_step(output)
 
     async def describe(self) -> ModelDescription:
         assert self._description is not None, "the engine has loaded before any call arrives"
