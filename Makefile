@@ -9,7 +9,7 @@ CONFIG ?= ray_config.yaml
 PORT ?=
 PY := .venv/bin/python
 
-# Torch-free packages are checked strictly; so is the composition in cluster/.
+# Every package is checked strictly (pyproject.toml).
 MYPY_TARGETS := kvcache router cluster replicas
 
 .PHONY: serve stop test unit check bench clean environment dev-environment
