@@ -7,6 +7,7 @@ import logging
 import pytest
 from starlette.exceptions import HTTPException
 
+from cluster.backend import ReplicaGone, RouterGone
 from cluster.errors import BadRequest, BodyTooLarge, GenerationFailed, ModelNotFound, Overloaded, Unavailable, answer_for
 from replicas.request import RequestRejected
 from replicas.text.tokenizer import ChatTemplateError
@@ -23,6 +24,8 @@ from tests.unit.openai_schemas import check_schema
         (BodyTooLarge("big"), 413, None, "body_too_large"),
         (Overloaded("full", 2.0), 429, None, "rate_limit_exceeded"),
         (Unavailable("down"), 503, None, "unavailable"),
+        (RouterGone("restarting"), 503, None, "unavailable"),
+        (ReplicaGone("r", "died"), 503, None, "unavailable"),
         (GenerationFailed("NaN"), 500, None, "generation_failed"),
         (HTTPException(404), 404, None, "unknown_url"),
         (HTTPException(405), 405, None, "method_not_allowed"),
