@@ -19,8 +19,11 @@ from tests.engine_harness import GREEDY, requests_for, run
 from tests.prompts import mixed_prompts
 
 NUM_OUTPUT = 64
-ALONE = range(20) if os.environ.get("MANTA_TEST_EXHAUSTIVE") else range(0, 20, 7)
-"""Prompts that also run alone under every combination; all of them takes twenty minutes on two cores."""
+IS_EXHAUSTIVE = bool(os.environ.get("MANTA_TEST_EXHAUSTIVE"))
+ALONE = range(20) if IS_EXHAUSTIVE else range(0, 20, 9)
+"""Prompts that also run alone under every combination; all of them take several minutes on two cores."""
+PREEMPTED = [(2048, True), (2048, False), (37, True), (37, False)] if IS_EXHAUSTIVE else [(2048, False), (37, True)]
+"""Budget, and whether prefixes are cached."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -37,14 +40,14 @@ def model(default_model_dir: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def expected(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    eos = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = None
-    outputs = [
-        model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), max_new_tokens=NUM_OUTPUT, do_sample=False)[0]
-        for p in prompts
-    ]
+    """Greedy tokens of `generate`, each prompt padded on the left and masked; one by one it would take minutes."""
+    eos, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    outputs = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_OUTPUT, do_sample=False, pad_token_id=0)
     model.generation_config.eos_token_id = eos
-    return [output[len(p) :].tolist() for output, p in zip(outputs, prompts, strict=True)]
+    return outputs[:, longest:].tolist()
 
 
 def _load(folder: Path, **settings: Any) -> Engine:
@@ -61,7 +64,7 @@ def _rescheduled(engine: Engine, *, budget: int, caching: bool, num_blocks: int 
     old = engine.scheduler
     num_blocks = num_blocks or old.pool.num_blocks
     config = SchedulerConfig(
-        max_num_seqs=16,
+        max_num_seqs=20,
         max_num_batched_tokens=budget,
         max_model_len=min(old.config.max_model_len, num_blocks * old.pool.block_size),
         eos_token_ids=old.config.eos_token_ids,
@@ -72,16 +75,13 @@ def _rescheduled(engine: Engine, *, budget: int, caching: bool, num_blocks: int 
 
 
 @pytest.mark.parametrize("budget", [2048, 37], ids=["whole", "chunked"])
-def test_sixteen_at_once_cold_then_hot_equal_generate(
-    engine: Engine, prompts: list[list[int]], expected: list[list[int]], budget: int
-) -> None:
+def test_all_at_once_cold_then_hot_equal_generate(engine: Engine, prompts: list[list[int]], expected: list[list[int]], budget: int) -> None:
     engine = _rescheduled(engine, budget=budget, caching=True)
     for state in ("cold", "hot"):
-        for start in (0, 4):  # two overlapping batches of 16
-            results = run(engine, requests_for(prompts[start : start + 16], prefix=f"{state}{start}-"))
-            assert [r.token_ids for r in results] == expected[start : start + 16]
-            if state == "hot":
-                assert all(r.num_cached_tokens >= len(p) - 16 for r, p in zip(results, prompts[start : start + 16], strict=True))
+        results = run(engine, requests_for(prompts, prefix=state))
+        assert [r.token_ids for r in results] == expected
+        if state == "hot":
+            assert all(r.num_cached_tokens >= len(p) - 16 for r, p in zip(results, prompts, strict=True))
 
 
 @pytest.mark.parametrize("budget", [2048, 37], ids=["whole", "chunked"])
@@ -93,8 +93,7 @@ def test_alone_cold_then_hot_equals_generate(engine: Engine, prompts: list[list[
             assert result.token_ids == expected[index], f"prompt {index}, {state}"
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-@pytest.mark.parametrize("budget", [2048, 37], ids=["whole", "chunked"])
+@pytest.mark.parametrize(("budget", "caching"), PREEMPTED, ids=lambda value: str(value))
 def test_forced_preemption_equals_generate(
     engine: Engine, prompts: list[list[int]], expected: list[list[int]], budget: int, caching: bool
 ) -> None:
