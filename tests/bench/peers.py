@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,10 @@ logger = logging.getLogger("bench")
 
 class PeerFailed(RuntimeError):
     """A peer cannot be installed or run here; the message says why."""
+
+
+class PeerTimedOut(PeerFailed):
+    """It was still running at its time limit, and was ended. Not raised for a peer that ends by itself."""
 
 
 def run_peer(name: str, model: str, num_threads: int, timeout_s: float) -> dict[str, Any]:
@@ -74,9 +79,15 @@ def _vllm_cpu(model: str, num_threads: int, timeout_s: float) -> dict[str, Any]:
     # The script binds the cores that `nproc` counts, and `nproc` obeys this variable.
     env = {**os.environ, "OMP_NUM_THREADS": str(num_threads), "PEER_ENV": str(VLLM_FOLDER)}
     try:
-        output = _run(["bash", str(script), model], env, timeout_s)
+        with _exclusive(VLLM_FOLDER):
+            output = _run(["bash", str(script), model], env, timeout_s)
+    except PeerTimedOut:
+        raise
     except PeerFailed as error:
-        raise PeerFailed(f"{error}{_why_no_import(VLLM_FOLDER, 'vllm')}") from error
+        if reason := _why_no_import(VLLM_FOLDER, "vllm"):
+            raise PeerFailed(f"{error}{reason}") from error
+        # The shell script discards what vLLM says. The same measurement without the shell shows why it fails.
+        output = _run([str(VLLM_FOLDER / "bin" / "python"), str(_script("vllm_cpu.py")), model], _vllm_environment(num_threads), timeout_s)
     return {"dtype": "bfloat16", "workloads": parse_figures(output), "version": _version(VLLM_FOLDER, "vllm-cpu")}
 
 
@@ -84,7 +95,19 @@ def _vllm_cpu_float32(model: str, num_threads: int, timeout_s: float) -> dict[st
     """In the environment that vllm_cpu.sh made, with its settings."""
     if reason := _why_no_import(VLLM_FOLDER, "vllm"):
         raise PeerFailed(f"vLLM-CPU is not installed{reason}; run the engine vllm_cpu first")
-    env = {
+    command = [
+        str(VLLM_FOLDER / "bin" / "python"),
+        str(Path(__file__).with_name("vllm_float32.py")),
+        str(_script("vllm_cpu.py").parent),
+        model,
+    ]
+    output = _run(command, _vllm_environment(num_threads), timeout_s)
+    return {"dtype": "float32", "workloads": parse_figures(output), "version": _version(VLLM_FOLDER, "vllm-cpu")}
+
+
+def _vllm_environment(num_threads: int) -> dict[str, str]:
+    """What vllm_cpu.sh sets."""
+    return {
         **os.environ,
         "LD_PRELOAD": next((str(path) for path in sorted(VLLM_FOLDER.rglob("libiomp5.so"))), ""),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{num_threads - 1}",
@@ -93,9 +116,6 @@ def _vllm_cpu_float32(model: str, num_threads: int, timeout_s: float) -> dict[st
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(num_threads),
     }
-    runner = Path(__file__).with_name("vllm_float32.py")
-    output = _run([str(VLLM_FOLDER / "bin" / "python"), str(runner), str(_script("vllm_cpu.py").parent), model], env, timeout_s)
-    return {"dtype": "float32", "workloads": parse_figures(output), "version": _version(VLLM_FOLDER, "vllm-cpu")}
 
 
 def _openvino(model: str, timeout_s: float) -> dict[str, Any]:
@@ -126,7 +146,7 @@ def _script(name: str) -> Path:
 
 
 def _run(command: list[str], env: dict[str, str] | None, timeout_s: float) -> str:
-    """Standard output of `command`. It and all it started are gone when this returns. Raises PeerFailed with the last line it wrote."""
+    """Standard output of `command`. It and all it started are gone when this returns. Raises PeerFailed with the reason."""
     try:
         process = subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
@@ -136,7 +156,7 @@ def _run(command: list[str], env: dict[str, str] | None, timeout_s: float) -> st
     try:
         output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise PeerFailed(f"{Path(command[0]).name} took longer than {timeout_s:.0f} s") from error
+        raise PeerTimedOut(f"{Path(command[0]).name} took longer than {timeout_s:.0f} s") from error
     finally:
         with contextlib.suppress(ProcessLookupError):  # nothing of it was left
             os.killpg(process.pid, signal.SIGKILL)
@@ -145,9 +165,15 @@ def _run(command: list[str], env: dict[str, str] | None, timeout_s: float) -> st
             if stream is not None:
                 stream.close()
     if process.returncode != 0:
-        last = (errors.strip() or output.strip()).splitlines()[-1:] or ["it printed nothing"]
-        raise PeerFailed(f"{Path(command[0]).name} ended with status {process.returncode}: {last[0][:300]}")
+        raise PeerFailed(f"{Path(command[0]).name} ended with status {process.returncode}: {reason_of(output, errors)}")
     return output
+
+
+def reason_of(output: str, errors: str) -> str:
+    """The line that tells best why a command failed: the last that names an error and does not point to one above it."""
+    lines = [line.strip() for line in (output + "\n" + errors).splitlines() if line.strip()]
+    named = [line for line in lines if re.search(r"\w(Error|Exception)\b", line) and "root cause above" not in line]
+    return (named or lines or ["it printed nothing"])[-1].replace("|", "/")[:300]
 
 
 def _why_no_import(folder: Path, module: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench import peers
-from tests.bench.peers import PeerFailed, parse_figures, run_peer
+from tests.bench.peers import PeerFailed, PeerTimedOut, parse_figures, reason_of, run_peer
 
 
 def test_parse_figures_takes_the_last_line_of_results_among_others() -> None:
@@ -30,8 +30,15 @@ def test_run_of_a_failing_command_gives_its_last_line() -> None:
         peers._run([sys.executable, "-S", "-c", program], None, 30.0)
 
 
+def test_reason_is_the_error_and_not_the_line_that_points_to_it() -> None:
+    errors = "(EngineCore) RuntimeError: this CPU lacks avx512f\nRuntimeError: Engine core failed. See root cause above.\nbye\n"
+    assert reason_of("hello\n", errors) == "(EngineCore) RuntimeError: this CPU lacks avx512f"
+    assert reason_of("hello\n", "") == "hello"
+    assert reason_of("", "") == "it printed nothing"
+
+
 def test_run_past_its_time_ends_the_command() -> None:
-    with pytest.raises(PeerFailed, match="took longer than 0 s"):
+    with pytest.raises(PeerTimedOut, match="took longer than 0 s"):
         peers._run([sys.executable, "-S", "-c", "import threading; threading.Event().wait(60)"], None, 0.05)
 
 
