@@ -32,6 +32,8 @@ class ScoringWeights:
     """Share by which recent work may differ before affinity yields to it; below, it only settles where cold prompts go."""
     overdue: float = 1.0
     """A second by which the first token is predicted to miss its deadline, on top of the wait itself."""
+    miss_s: float = 5.0
+    """What missing a deadline costs, by however little: affinity is no reason to do so where another replica is in time."""
 
 
 class ScoringPolicy:
@@ -104,7 +106,8 @@ class ScoringPolicy:
         )
         cost = wait_s + prefill_s + pending_s + queueing_s + slowdown_s + eviction_s + decode_s + balance_s
         if request.deadline_s is not None:
-            overdue_s = weights.overdue * max(0.0, now_s + wait_s + computed_s - request.deadline_s)
+            late_s = now_s + wait_s + computed_s - request.deadline_s
+            overdue_s = weights.miss_s + weights.overdue * late_s if late_s > 0 else 0.0
             terms = (*terms, ("overdue", overdue_s))
             cost += overdue_s
         return CandidateScore(replica_id=replica.replica_id, cost=cost, terms=terms)
