@@ -3,6 +3,7 @@
 # make test       every test that a CPU can run
 # make check      lint and types
 # make bench      the engine's benchmarks, written to tests/bench/results
+# make simulate   a short comparison of all routing policies on a trace (TRACE=file), picture in build/
 # make clean      removes caches and local state (not the environment)
 SHELL := /bin/bash
 CONFIG ?= ray_config.yaml
@@ -12,7 +13,9 @@ PY := .venv/bin/python
 # Every package is checked strictly (pyproject.toml).
 MYPY_TARGETS := kvcache router cluster replicas
 
-.PHONY: serve stop test unit check bench clean environment dev-environment
+TRACE ?= ../shared/data/traces/mooncake_synthetic_trace.jsonl
+
+.PHONY: serve stop test unit check bench simulate clean environment dev-environment
 
 environment:
 	@.ci/environment serve
@@ -36,6 +39,10 @@ check: dev-environment
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy $(MYPY_TARGETS)
+
+simulate: dev-environment
+	@mkdir -p build
+	$(PY) -m router.simulator --trace $(TRACE) --limit 600 --blocks-per-replica 5000 --compare --picture build/simulate.png
 
 bench: dev-environment
 	$(PY) -m tests.bench.engine_bench
