@@ -10,9 +10,7 @@ from router.config import AdmissionOrder, RouterConfig
 from router.snapshot import RoutingRequest
 
 
-def request(
-    request_id: str, *, tenant: str = "a", priority: int = 0, tokens: int = 100, deadline_s: float | None = None
-) -> RoutingRequest:
+def request(request_id: str, *, tenant: str = "a", priority: int = 0, tokens: int = 100, deadline_s: float | None = None) -> RoutingRequest:
     return RoutingRequest(
         request_id=request_id,
         model="m",
