@@ -188,7 +188,7 @@ def test_bfloat16_tokens_are_within_half_a_nat_of_the_best(
 ) -> None:
     engine = _load(default_model_dir, dtype="bfloat16", runner=runner)
     params = replace(GREEDY, max_tokens=24)
-    chosen = prompts[::5]
+    chosen = prompts[::5] if runner == "native" else [prompts[index] for index in _shortest(prompts)[:2]]  # torch emulates bfloat16
     for prompt, result in zip(chosen, run(engine, requests_for(chosen, params)), strict=True):
         with torch.inference_mode():
             logprobs_TV = model(torch.tensor([prompt + result.token_ids])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
