@@ -69,7 +69,12 @@ class Engine:
         """Accepts a request for the next steps. Raises RequestRejected when it can never be served here."""
         vocab_size = self.description.vocab_size
         params = request.params
-        for name, ids in (("prompt_ids", request.prompt_ids), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for name, ids in (
+            ("prompt_ids", request.prompt_ids),
+            ("output_ids", request.output_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
             bad = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
             if bad is not None:
                 raise RequestRejected(f"{name} holds {bad}; token ids are from 0 to {vocab_size - 1}")

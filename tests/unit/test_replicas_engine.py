@@ -100,6 +100,7 @@ def test_nan_logits_fail_that_request_alone_and_void_its_blocks(engine: Engine, 
     [
         (_requests([[1, VOCAB_SIZE]])[0], "prompt_ids holds 50; token ids are from 0 to 49"),
         (_requests([[-1]])[0], "prompt_ids holds -1"),
+        (replace(_requests([[1]])[0], output_ids=(VOCAB_SIZE,)), "output_ids holds 50"),
         (_requests([[1]], logit_bias={99: 1.0})[0], "logit_bias holds 99"),
         (_requests([[1]], stop_token_ids=(77,))[0], "stop_token_ids holds 77"),
         (replace(_requests([[1]])[0], adapter_id="x"), "adapter_id is 'x'"),
