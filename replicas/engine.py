@@ -110,6 +110,9 @@ class Engine:
         except (RuntimeError, MemoryError) as error:  # what torch raises for a failed kernel or no memory
             logger.exception("a step of %d requests failed", len(plan.chunks))
             progress = self.scheduler.fail_step(plan, f"the engine step failed: {error}")
+        except BaseException:  # a second interrupt, or a bug of ours: it goes on, but nobody may find blocks that nobody wrote
+            self.scheduler.pool.forget(plan.published)
+            raise
         else:
             progress = self.scheduler.update(plan, [[token_id] for token_id in sampled.token_ids], sampled.errors)
             progress = self._with_logprobs(plan, sampled, progress)
