@@ -150,9 +150,8 @@ class ChoiceStreams:
             async for progress in stream:
                 if not journal.try_record(progress):
                     continue
-                if progress.finish_reason is FinishReason.FAILED:
-                    raise GenerationFailed(progress.error or "the engine could not finish the request")
-                is_cut = progress.finish_reason is FinishReason.CANCELLED
+                # What came before a bad ending may come in one message with it, and is the client's all the same.
+                is_cut = progress.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED)
                 delta = text.push(replace(progress, finish_reason=None) if is_cut else progress)
                 self._record.num_cached_tokens = max(self._record.num_cached_tokens, progress.num_cached_tokens)
                 if delta.text or delta.token_ids or delta.finish_reason is not None:
@@ -168,6 +167,8 @@ class ChoiceStreams:
                     )
                 if delta.finish_reason is not None:
                     return True
+                if progress.finish_reason is FinishReason.FAILED:
+                    raise GenerationFailed(progress.error or "the engine could not finish the request")
                 if is_cut:
                     raise ReplicaGone(replica_id, "it stopped the request")
         raise ReplicaGone(replica_id, "its stream ended early")
