@@ -73,6 +73,7 @@ class ChoiceStreams:
         self._clock = clock
         self._queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(_QUEUE_SIZE)
         self._tasks: list[asyncio.Task[None]] = []
+        self._num_cached = [0] * len(prepared.requests)  # prompt -> its tokens that some choice found cached
 
     async def __aenter__(self) -> ChoiceStreams:
         self._tasks = [
@@ -153,7 +154,7 @@ class ChoiceStreams:
                 # What came before a bad ending may come in one message with it, and is the client's all the same.
                 is_cut = progress.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED)
                 delta = text.push(replace(progress, finish_reason=None) if is_cut else progress)
-                self._record.num_cached_tokens = max(self._record.num_cached_tokens, progress.num_cached_tokens)
+                self._note_cached(index, progress.num_cached_tokens)
                 if delta.text or delta.token_ids or delta.finish_reason is not None:
                     await self._queue.put(
                         ChoiceDelta(
@@ -172,6 +173,12 @@ class ChoiceStreams:
                 if is_cut:
                     raise ReplicaGone(replica_id, "it stopped the request")
         raise ReplicaGone(replica_id, "its stream ended early")
+
+    def _note_cached(self, index: int, num_tokens: int) -> None:
+        """Like the prompt tokens they are part of, cached ones count once a prompt, whatever the number of choices."""
+        position = index // self._prepared.params.n
+        self._num_cached[position] = max(self._num_cached[position], num_tokens)
+        self._record.num_cached_tokens = sum(self._num_cached)
 
     async def _acquire(self, request: GenerationRequest, *, num_choices: int, excluded: frozenset[str]) -> Decision:
         facts = self._model.description
