@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -25,6 +25,9 @@ from router.snapshot import Decision, Rejection, RoutingRequest
 
 logger = logging.getLogger(__name__)
 
+_MAX_REPEATS = 20
+"""How often a choice goes back to a replica that failed it, with growing pauses: about 17 s. The router names such a one when it
+has no other, which changes soon (a replica drains while its successor loads) or never."""
 _QUEUE_SIZE = 256  # messages a slow reader may be behind before its replicas' streams wait
 
 
@@ -64,6 +67,7 @@ class ChoiceStreams:
         record: AccessRecord,
         policy: FailoverPolicy,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._prepared = prepared
         self._model = model
@@ -71,8 +75,10 @@ class ChoiceStreams:
         self._record = record
         self._policy = policy
         self._clock = clock
+        self._sleep = sleep
         self._queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(_QUEUE_SIZE)
         self._tasks: list[asyncio.Task[None]] = []
+        self._num_cached = [0] * len(prepared.requests)  # prompt -> its tokens that some choice found cached
 
     async def __aenter__(self) -> ChoiceStreams:
         self._tasks = [
@@ -123,12 +129,18 @@ class ChoiceStreams:
         text = TextStream(self._model.tokenizer, request.params, request.output_ids)
         leases: list[str] = []
         gone: set[str] = set()
+        num_repeats = 0
         try:
             while True:
                 try:
                     if await self._follow(journal, text, index, replica_id):
                         return
                 except ReplicaGone as error:
+                    if error.replica_id in gone:
+                        num_repeats += 1
+                        if num_repeats > _MAX_REPEATS:
+                            raise Unavailable(f"no replica can take the request: {error}") from error
+                        await self._sleep(min(0.1 * 2 ** (num_repeats - 1), 1.0))
                     gone.add(error.replica_id)
                     self._backend.report_gone(error.replica_id)
                     if len(gone) >= self._policy.max_attempts:
@@ -150,11 +162,10 @@ class ChoiceStreams:
             async for progress in stream:
                 if not journal.try_record(progress):
                     continue
-                if progress.finish_reason is FinishReason.FAILED:
-                    raise GenerationFailed(progress.error or "the engine could not finish the request")
-                is_cut = progress.finish_reason is FinishReason.CANCELLED
+                # What came before a bad ending may come in one message with it, and is the client's all the same.
+                is_cut = progress.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED)
                 delta = text.push(replace(progress, finish_reason=None) if is_cut else progress)
-                self._record.num_cached_tokens = max(self._record.num_cached_tokens, progress.num_cached_tokens)
+                self._note_cached(index, progress.num_cached_tokens)
                 if delta.text or delta.token_ids or delta.finish_reason is not None:
                     await self._queue.put(
                         ChoiceDelta(
@@ -168,9 +179,17 @@ class ChoiceStreams:
                     )
                 if delta.finish_reason is not None:
                     return True
+                if progress.finish_reason is FinishReason.FAILED:
+                    raise GenerationFailed(progress.error or "the engine could not finish the request")
                 if is_cut:
                     raise ReplicaGone(replica_id, "it stopped the request")
         raise ReplicaGone(replica_id, "its stream ended early")
+
+    def _note_cached(self, index: int, num_tokens: int) -> None:
+        """Like the prompt tokens they are part of, cached ones count once a prompt, whatever the number of choices."""
+        position = index // self._prepared.params.n
+        self._num_cached[position] = max(self._num_cached[position], num_tokens)
+        self._record.num_cached_tokens = sum(self._num_cached)
 
     async def _acquire(self, request: GenerationRequest, *, num_choices: int, excluded: frozenset[str]) -> Decision:
         facts = self._model.description
@@ -195,7 +214,7 @@ class ChoiceStreams:
             except RouterGone as error:
                 if self._clock() + pause_s > deadline_s:
                     raise Unavailable("the router is restarting") from error
-            await asyncio.sleep(pause_s)
+            await self._sleep(pause_s)
             pause_s = min(2 * pause_s, 1.0)
 
 

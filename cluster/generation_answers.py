@@ -52,7 +52,7 @@ class GenerationAnswers:
         record.num_prompt_tokens = prepared.num_prompt_tokens
         if prepared.stream:
             events = self._events(prepared, model, chunks, record)
-            return EventStream(_resumed(await anext(events), events))
+            return EventStream(await anext(events), events)
         async with aclosing(self._deltas(prepared, model, record)) as deltas:
             async for delta in deltas:
                 whole.add(delta)
@@ -90,15 +90,6 @@ class GenerationAnswers:
         if prepared.include_usage:
             last.append(chunks.usage(_usage(record)))
         yield _join(last) + DONE
-
-
-async def _resumed(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    try:
-        yield first
-        async for chunk in rest:
-            yield chunk
-    finally:
-        await rest.aclose()
 
 
 def _join(chunks: list[dict[str, Any]]) -> bytes:

@@ -21,14 +21,17 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends the chunks of `body`, which must turn its own errors into events.
+    """Sends `first`, then the chunks of `body`, which must turn its own errors into events.
 
-    However the sending ends (done, client gone, cancelled), `body` is closed before this returns.
+    However the sending ends (done, client gone, cancelled), `body` is closed before this returns. It must have begun: closing a
+    generator that has not runs none of its cleaning up.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, body: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, body: AsyncGenerator[bytes, None]) -> None:
+        """`first` is what `body` has yielded already."""
+        self._first = first
         self._body = body
         self.status_code = 200
         self.background = None
@@ -40,6 +43,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for chunk in self._body:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

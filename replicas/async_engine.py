@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -107,6 +107,7 @@ class AsyncEngine:
         self._on_step = on_step
         self._commands: queue.SimpleQueue[Callable[[StepEngine], None] | None] = queue.SimpleQueue()
         self._streams: dict[RequestKey, _Stream] = {}
+        self._reads: set[asyncio.Future[KVChanges]] = set()  # answers that the thread still owes
         self._stats = ReplicaStats()
         self._busy_since_s: float | None = None  # set while there is work; moved forward by each finished step
         self._error: BaseException | None = None
@@ -122,7 +123,7 @@ class AsyncEngine:
         self._thread.start()
         await ready
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestProgress]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
         """Yields what is ready until the request ends; closing the iterator or cancelling its task cancels the request.
 
         A newer attempt at a key takes its place: the older stream ends as cancelled. Raises RequestRejected when the
@@ -161,11 +162,16 @@ class AsyncEngine:
         return self._stats
 
     async def kv_changes(self, since: int | None) -> KVChanges:
-        """Changes since event `since`, read between two steps; None asks for the full state."""
+        """Changes since event `since`, read between two steps; None asks for the full state.
+
+        Raises EngineUnhealthy when the engine is dead, or ends before it answers.
+        """
         self._raise_if_dead()
         assert self._loop is not None
         loop = self._loop
         future: asyncio.Future[KVChanges] = loop.create_future()
+        self._reads.add(future)
+        future.add_done_callback(self._reads.discard)
 
         def read(engine: StepEngine) -> None:
             loop.call_soon_threadsafe(_resolve, future, engine.kv_changes(since))
@@ -188,6 +194,8 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
         for stream in self._streams.values():
             stream.push(RequestProgress(key=stream.key, attempt=stream.attempt, finish_reason=FinishReason.CANCELLED))
+        for future in self._reads:
+            _reject(future, EngineUnhealthy("the engine was shut down"))
 
     def _raise_if_dead(self) -> None:
         if self._error is not None:
@@ -216,6 +224,8 @@ class AsyncEngine:
     def _fail_all(self, error: BaseException) -> None:
         for stream in self._streams.values():
             stream.fail(EngineUnhealthy(f"the engine stopped: {error!r}"))
+        for future in self._reads:
+            _reject(future, EngineUnhealthy(f"the engine stopped: {error!r}"))
 
     # In the engine thread.
 

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -88,8 +89,9 @@ class ReplicaDeployment:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
         """Streams one choice, coalesced. Raises RequestRejected, EngineUnhealthy."""
         logger.debug("request %s choice %d attempt %d begins", request.request_id, request.choice, request.attempt)
-        async for progress in self._engine.generate(request):
-            yield progress
+        async with aclosing(self._engine.generate(request)) as stream:
+            async for progress in stream:
+                yield progress
 
     async def cancel(self, request_id: str) -> int:
         """Cancels every choice of a request; returns how many were running."""

@@ -69,7 +69,12 @@ class Engine:
         """Accepts a request for the next steps. Raises RequestRejected when it can never be served here."""
         vocab_size = self.description.vocab_size
         params = request.params
-        for name, ids in (("prompt_ids", request.prompt_ids), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for name, ids in (
+            ("prompt_ids", request.prompt_ids),
+            ("output_ids", request.output_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
             bad = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
             if bad is not None:
                 raise RequestRejected(f"{name} holds {bad}; token ids are from 0 to {vocab_size - 1}")
@@ -105,6 +110,9 @@ class Engine:
         except (RuntimeError, MemoryError) as error:  # what torch raises for a failed kernel or no memory
             logger.exception("a step of %d requests failed", len(plan.chunks))
             progress = self.scheduler.fail_step(plan, f"the engine step failed: {error}")
+        except BaseException:  # a second interrupt, or a bug of ours: it goes on, but nobody may find blocks that nobody wrote
+            self.scheduler.pool.forget(plan.published)
+            raise
         else:
             progress = self.scheduler.update(plan, [[token_id] for token_id in sampled.token_ids], sampled.errors)
             progress = self._with_logprobs(plan, sampled, progress)

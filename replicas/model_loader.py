@@ -41,7 +41,7 @@ class LoadedModel:
 
 def load_model(config: EngineConfig) -> LoadedModel:
     """Raises UnsupportedModel for what cannot be served, ValueError for what cannot be found; each names the fix."""
-    source = config.model or str(prepare_default_model())
+    source = str(prepare_default_model()) if config.model is None else _expanded(config.model)
     hf_config = _load_config(source, config.trust_remote_code)
     check_supported(hf_config)
     device = resolve_device(config.device)
@@ -119,9 +119,14 @@ def _native_library(config: EngineConfig, hf_config: Any, device: torch.device) 
     return None
 
 
+def _expanded(source: str) -> str:
+    """A home folder written out: transformers would take "~/model" for a Hugging Face id."""
+    return str(Path(source).expanduser()) if source.startswith("~") else source
+
+
 def _load_config(source: str, trust_remote_code: bool) -> Any:
-    looks_like_path = source.startswith((".", "/", "~"))
-    if looks_like_path and not Path(source).expanduser().is_dir():
+    looks_like_path = source.startswith((".", "/"))
+    if looks_like_path and not Path(source).is_dir():
         raise ValueError(f"model folder {source} does not exist; give a folder with config.json, or a Hugging Face id")
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)

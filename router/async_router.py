@@ -55,17 +55,20 @@ class AsyncRouter:
         try:
             return await future
         except asyncio.CancelledError:
-            self._router.cancel(request.request_id, self._clock())
-            self._changed.set()
+            if self._waiting.get(request.request_id) is future:  # else it was released, and the id may wait again already
+                self._router.cancel(request.request_id, self._clock())
+                self._changed.set()
             raise
         finally:
-            self._waiting.pop(request.request_id, None)
+            if self._waiting.get(request.request_id) is future:
+                del self._waiting[request.request_id]
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
         """The request has ended on its replica; unknown ids are ignored."""
         now_s = self._clock()
-        if request_id in self._waiting:
-            self._waiting[request_id].cancel()
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting.cancel()
             self._router.cancel(request_id, now_s)
         else:
             self._router.release(request_id, now_s, num_output_tokens)

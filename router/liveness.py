@@ -23,6 +23,7 @@ class LivenessMonitor:
         *,
         silence_s: float = 3.0,
         interval_s: float = 1.0,
+        timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`remove` is called once for each replica that turns out to be dead."""
@@ -30,6 +31,7 @@ class LivenessMonitor:
         self._remove = remove
         self._silence_s = silence_s
         self._interval_s = interval_s
+        self._timeout_s = timeout_s
         self._clock = clock
         self._heard_s: dict[str, float] = {}  # replica id -> last report
 
@@ -47,12 +49,17 @@ class LivenessMonitor:
             await self.check()
 
     async def check(self) -> None:
-        """Removes every replica that is silent and dead."""
+        """Removes every replica that is silent and dead. Nobody is, for now, when the living cannot be asked for."""
         now_s = self._clock()
         silent = [replica_id for replica_id, heard_s in self._heard_s.items() if now_s - heard_s > self._silence_s]
         if not silent:
             return
-        living = await self._find_living()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                living = await self._find_living()
+        except Exception as error:  # noqa: BLE001 - injected: whatever it raises means "not known now", and routing goes on
+            logger.warning("cannot tell which of %d silent replicas live: %r", len(silent), error)
+            return
         for replica_id in silent:
             if replica_id not in living:
                 logger.warning("replica %s is dead", replica_id)

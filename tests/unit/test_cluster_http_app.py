@@ -207,6 +207,14 @@ async def test_cached_prompt_tokens_are_told(client: httpx.AsyncClient) -> None:
     assert second["prompt_tokens_details"]["cached_tokens"] == 16 * ((second["prompt_tokens"] - 1) // 16)
 
 
+async def test_cached_tokens_of_several_prompts_add_up(client: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": ["word " * 100, "other " * 100], "max_tokens": 2}
+    await client.post(TEXT, json=body)
+    usage = (await client.post(TEXT, json=body)).json()["usage"]
+    num_each = usage["prompt_tokens"] // 2
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * 16 * ((num_each - 1) // 16)
+
+
 async def test_replica_death_in_mid_stream_is_only_a_pause(default_tokenizer: Tokenizer) -> None:
     prompt = " ".join(str(number) for number in range(200))
     async with running_cluster(default_tokenizer, num_replicas=2) as cluster, client_of(cluster) as client:

@@ -75,6 +75,7 @@ def check_error(response: httpx.Response, status: int, param: str | None) -> dic
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"logit_bias": {"5": 10**400}}, "logit_bias"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"logit_bias": {str(index): 1 for index in range(2000)}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),

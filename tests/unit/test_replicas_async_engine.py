@@ -1,6 +1,7 @@
 """The engine thread seen from asyncio: endings, cancels, attempts, health. The engine is the echo engine."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -186,3 +187,33 @@ async def test_kv_changes_are_read_between_steps(engine: AsyncEngine) -> None:
     assert len(changes.events) >= 2
     later = await engine.kv_changes(changes.first_event + len(changes.events))
     assert replace(later, first_event=0).events == ()
+
+
+@pytest.mark.parametrize("end", ["dies", "is shut down"])
+async def test_kv_changes_that_wait_for_a_step_end_with_the_engine(
+    echo: EchoEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    engine = AsyncEngine(lambda: echo)
+    await engine.start()
+    in_step, go_on = threading.Event(), threading.Event()
+
+    def step() -> StepOutput:
+        in_step.set()
+        go_on.wait(5)
+        if end == "dies":
+            raise KeyError("bug")
+        return StepOutput()
+
+    monkeypatch.setattr(echo, "step", step)
+    running = asyncio.create_task(_collect(engine, _request()))
+    await asyncio.to_thread(in_step.wait, 5)
+    shutdown = asyncio.create_task(engine.shutdown()) if end == "is shut down" else None
+    await asyncio.sleep(0)
+    reading = asyncio.create_task(engine.kv_changes(0))
+    await asyncio.sleep(0)
+    go_on.set()
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineUnhealthy):
+            await reading
+        await asyncio.gather(running, return_exceptions=True)
+        await (shutdown or engine.shutdown())

@@ -81,6 +81,22 @@ def test_step_that_raises_fails_its_requests_and_the_engine_goes_on(engine: Engi
     assert (fine.token_ids, fine.num_cached_tokens) == ([7, 8, 9, 10, 11], 0)
 
 
+def test_interrupted_step_leaves_no_block_that_a_later_request_could_find(engine: Engine, runner: CountingRunner) -> None:
+    def interrupt(logits: torch.Tensor) -> None:
+        runner.before = lambda logits: None
+        raise KeyboardInterrupt
+
+    runner.before = interrupt
+    (request,) = _requests([[1, 2, 3, 4, 5, 6]])
+    engine.add_request(request)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.cancel(request.key)
+    engine.step()
+    (later,) = run(engine, _requests([[1, 2, 3, 4, 5, 6]]))
+    assert later.num_cached_tokens == 0
+
+
 def test_nan_logits_fail_that_request_alone_and_void_its_blocks(engine: Engine, runner: CountingRunner) -> None:
     def poison_first(logits: torch.Tensor) -> None:
         logits[0] = float("nan")
@@ -100,6 +116,7 @@ def test_nan_logits_fail_that_request_alone_and_void_its_blocks(engine: Engine, 
     [
         (_requests([[1, VOCAB_SIZE]])[0], "prompt_ids holds 50; token ids are from 0 to 49"),
         (_requests([[-1]])[0], "prompt_ids holds -1"),
+        (replace(_requests([[1]])[0], output_ids=(VOCAB_SIZE,)), "output_ids holds 50"),
         (_requests([[1]], logit_bias={99: 1.0})[0], "logit_bias holds 99"),
         (_requests([[1]], stop_token_ids=(77,))[0], "stop_token_ids holds 77"),
         (replace(_requests([[1]])[0], adapter_id="x"), "adapter_id is 'x'"),

@@ -22,6 +22,7 @@ from transformers import (
 
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
+from replicas.model_loader import load_model
 from replicas.model_support import UnsupportedModel
 from replicas.sampling_params import SamplingParams
 from tests.engine_harness import requests_for, run
@@ -165,3 +166,10 @@ def test_load_of_a_model_whose_attention_has_unknown_terms_is_refused_by_the_sel
 def test_load_with_settings_that_cannot_work_names_the_fix(folder_of: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine.load(EngineConfig(**{"model": str(folder_of("llama")), "dtype": "float32", **settings}))
+
+
+def test_model_under_the_home_folder_is_found_by_its_short_name(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of("gpt2")
+    monkeypatch.setenv("HOME", str(folder.parent))
+    loaded = load_model(EngineConfig(model=f"~/{folder.name}", device="cpu", runner="transformers"))
+    assert loaded.source == str(folder)

@@ -83,6 +83,19 @@ async def test_release_of_a_waiting_request_takes_it_out(router: AsyncRouter) ->
         await call
 
 
+async def test_id_that_is_released_and_asked_for_again_at_once_is_answered(router: AsyncRouter) -> None:
+    first = asyncio.create_task(router.acquire(request("a")))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(router.acquire(request("a")))  # runs after the release, before the first caller wakes up
+    router.release("a", 0)
+    await asyncio.gather(first, return_exceptions=True)
+    router.apply_report(report())
+    async with asyncio.timeout(1):
+        assert isinstance(await second, Decision)
+    assert first.cancelled()
+    assert num_bookings(router) == 1
+
+
 async def test_health_tells_when_the_pump_has_died(router: AsyncRouter) -> None:
     router.check_health()
     await router.close()

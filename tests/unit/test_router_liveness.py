@@ -52,3 +52,22 @@ async def test_forgotten_replica_is_not_removed_again() -> None:
     world.now_s = 100.0
     await world.monitor.check()
     assert world.removed == []
+
+
+async def test_living_that_cannot_be_asked_for_remove_nobody_and_are_asked_for_again() -> None:
+    world = _World(set())
+    answers = iter([ConnectionError("the control store restarts"), frozenset[str]()])
+
+    async def find_living() -> frozenset[str]:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monitor = LivenessMonitor(find_living, world.removed.append, clock=lambda: world.now_s)
+    monitor.hear("a")
+    world.now_s = 100.0
+    await monitor.check()
+    assert world.removed == []
+    await monitor.check()
+    assert world.removed == ["a"]

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from cluster.errors import BadRequest
 from cluster.limits import RequestLimits
-from cluster.protocols.openai.wire import WireModel, is_finite_number, json_type
+from cluster.protocols.openai.wire import WireModel, is_number_within, json_type
 
 MAX_SEED = 2**63
 MAX_PRIORITY = 1_000_000
@@ -57,7 +57,7 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise ValueError(f"must have token ids as keys, got {key[:40]!r}")
-        if not is_finite_number(bias) or not -100 <= bias <= 100:
+        if not is_number_within(bias, -100, 100):
             raise ValueError(f"must have values from -100 to 100, got {str(bias)[:40]} for token {key}")
         biases[int(key)] = float(bias)
     return biases

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -74,8 +73,9 @@ def json_type(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def is_finite_number(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+def is_number_within(value: object, low: float, high: float) -> bool:
+    """By comparison alone: JSON has integers that no float can hold. NaN lies in no range."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
 
 
 def _bad_request(error: ErrorDetails) -> BadRequest:
