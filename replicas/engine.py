@@ -24,6 +24,8 @@ from replicas.step_tensors import StepTensors
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILED_STEPS = 3
+
 
 class Engine:
     """Owns one model's scheduler, runner and sampler. Not thread-safe: one thread makes all calls.
@@ -49,6 +51,7 @@ class Engine:
         self._clock = clock
         self._sampling: dict[RequestKey, SamplingState] = {}
         self._statistics = StepStatistics()
+        self._num_failed_steps = 0  # in a row
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
@@ -98,7 +101,12 @@ class Engine:
         return is_cancelled
 
     def step(self) -> StepOutput:
-        """Computes one budget of tokens. A step that fails takes its own requests with it and no others."""
+        """Computes one budget of tokens. A step that fails takes its own requests with it and no others.
+
+        Raises RuntimeError once MAX_FAILED_STEPS steps in a row have failed: a broken device must not go on attracting work.
+        """
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise RuntimeError(f"the last {self._num_failed_steps} steps failed; the log has the reasons")
         start_s = self._clock()
         plan = self.scheduler.schedule()
         if not plan.chunks:
@@ -110,10 +118,12 @@ class Engine:
         except (RuntimeError, MemoryError) as error:  # what torch raises for a failed kernel or no memory
             logger.exception("a step of %d requests failed", len(plan.chunks))
             progress = self.scheduler.fail_step(plan, f"the engine step failed: {error}")
+            self._num_failed_steps += 1
         except BaseException:  # a second interrupt, or a bug of ours: it goes on, but nobody may find blocks that nobody wrote
             self.scheduler.pool.forget(plan.published)
             raise
         else:
+            self._num_failed_steps = 0
             progress = self.scheduler.update(plan, [[token_id] for token_id in sampled.token_ids], sampled.errors)
             progress = self._with_logprobs(plan, sampled, progress)
         self._follow(progress)

@@ -60,7 +60,9 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        if self.max_step_s <= 0:
+        if self.max_model_len == 1:
+            raise ValueError("max_model_len must be at least 2: a prompt token and one to generate")
+        if not self.max_step_s > 0:
             raise ValueError(f"max_step_s must be above 0, got {self.max_step_s}")
         if self.parallel != ParallelConfig():
             raise ValueError("parallel sizes above 1 are not supported by this version; leave tensor_parallel_size at 1")

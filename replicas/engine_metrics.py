@@ -63,4 +63,5 @@ class EngineMetrics:
                 self._exported[name] = count
 
     def note_step(self, output: StepOutput) -> None:
-        self._sink.observe_step(output.step_s)
+        if output.step_s > 0:  # not a step that only told of endings
+            self._sink.observe_step(output.step_s)

@@ -210,13 +210,14 @@ class Scheduler:
             return False
         cached = self._prefix_cache.match(state.chain, state.token_ids)
         num_new = self._num_blocks_for(len(state.token_ids)) - len(cached)
+        # Counted before anything is touched: a try that fails must not look like a use of the cached blocks.
+        num_taken = num_new + sum(self.pool.ref_count(block_id) == 0 for block_id in cached)
+        if self.pool.num_free < num_taken + (self._watermark_blocks if self._running else 0):
+            return False
         for block_id in cached:
             self.pool.retain(block_id)
-        headroom = self._watermark_blocks if self._running else 0
-        new = self.pool.try_allocate(num_new) if self.pool.num_free >= num_new + headroom else None
-        if new is None:
-            self.pool.release(cached, state.request.priority)
-            return False
+        new = self.pool.try_allocate(num_new)
+        assert new is not None, "the blocks were counted as free"
         state.block_ids = cached + new
         state.num_computed_tokens = len(cached) * self.pool.block_size
         if state.num_preemptions == 0:

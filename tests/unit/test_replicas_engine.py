@@ -97,6 +97,18 @@ def test_interrupted_step_leaves_no_block_that_a_later_request_could_find(engine
     assert later.num_cached_tokens == 0
 
 
+def test_three_failed_steps_in_a_row_end_the_engine(engine: Engine, runner: CountingRunner) -> None:
+    def broken(logits: torch.Tensor) -> None:
+        raise RuntimeError("device lost")
+
+    runner.before = broken
+    for name in "abc":
+        run(engine, requests_for([[1, 2]], prefix=name))
+    engine.add_request(requests_for([[1, 2]])[0])
+    with pytest.raises(RuntimeError, match="the last 3 steps failed"):
+        engine.step()
+
+
 def test_nan_logits_fail_that_request_alone_and_void_its_blocks(engine: Engine, runner: CountingRunner) -> None:
     def poison_first(logits: torch.Tensor) -> None:
         logits[0] = float("nan")

@@ -124,6 +124,19 @@ def test_whole_prompt_cached_still_computes_the_last_token() -> None:
     assert _shape(plan) == [("b", 4, 4)]
 
 
+def test_waiting_for_room_does_not_count_as_a_use_of_cached_blocks() -> None:
+    scheduler = _scheduler(num_blocks=6, block_size=4, max_model_len=24)
+    scheduler.add(_request("old", 8, max_tokens=1))
+    _step(scheduler)
+    scheduler.add(_request("holder", 12, first=30))
+    _step(scheduler)  # 4 of 6 blocks; the other two hold the prefix of "old"
+    scheduler.add(_request("old-again", 20))
+    before = [block.freed_at for block in scheduler.pool._blocks]
+    _step(scheduler)
+    assert [s.request.request_id for s in scheduler.waiting] == ["old-again"]
+    assert [block.freed_at for block in scheduler.pool._blocks] == before
+
+
 def test_no_sharing_across_salts_or_without_caching() -> None:
     scheduler = _scheduler(caching=False)
     scheduler.add(_request("a", 8))
