@@ -1,0 +1,110 @@
+"""Links as torch.distributed process groups of two, made when a pair first talks and independent of every other group."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from kvcache.transfer.link import LinkLost
+
+logger = logging.getLogger(__name__)
+
+SOURCE_RANK, TARGET_RANK = 0, 1
+
+
+class ProcessGroupLink:
+    """Owns one group. `send` and `receive` meet in order; a peer that dies is noticed by Gloo within milliseconds."""
+
+    def __init__(self, group: Any, peer: int, device: torch.device) -> None:
+        self._group, self._peer, self._device = group, peer, device
+
+    def announce(self, data: torch.Tensor) -> str:
+        return ""
+
+    def send(self, data: torch.Tensor) -> None:
+        try:
+            self._group.send([data.to(self._device).view(torch.uint8)], self._peer, 0).wait()
+            self._synchronize()
+        except RuntimeError as error:
+            raise LinkLost(f"the process group broke in a send: {error}") from error
+
+    def receive(self, ticket: str, num_bytes: int) -> torch.Tensor:
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        try:
+            self._group.recv([data], self._peer, 0).wait()
+            self._synchronize()
+        except RuntimeError as error:
+            raise LinkLost(f"the process group broke in a receive: {error}") from error
+        return data
+
+    def close(self) -> None:
+        """Ends a wait of another thread too."""
+        try:
+            self._group.abort()
+        except RuntimeError as error:
+            logger.debug("a process group was broken already: %s", error)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+class ProcessGroupTransport:
+    """Owns the rendezvous store of the sources in this process. NCCL where the blocks are on a CUDA device, else Gloo."""
+
+    name = "process-group"
+
+    def __init__(self, device: torch.device, host: str = "127.0.0.1", deadline_s: float = 10.0) -> None:
+        if device.type == "cuda" and not dist.is_nccl_available():
+            raise ValueError("device is cuda, but this torch has no NCCL; allowed without it: cpu")
+        self._device = device
+        self._host = host
+        self._deadline = timedelta(seconds=deadline_s)
+        self._store: c10d.TCPStore | None = None  # made by the first invitation: receivers need none
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    def invite(self) -> dict[str, Any]:
+        with self._lock:
+            if self._store is None:
+                self._store = c10d.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._deadline)
+        return {"host": self._host, "port": self._store.port, "link": f"{os.getpid()}-{next(self._numbers)}"}
+
+    def accept(self, invitation: dict[str, Any]) -> ProcessGroupLink:
+        assert self._store is not None, "a link is accepted after its invitation"
+        return self._link(self._store, invitation["link"], SOURCE_RANK)
+
+    def join(self, invitation: dict[str, Any]) -> ProcessGroupLink:
+        try:
+            store = c10d.TCPStore(invitation["host"], invitation["port"], is_master=False, timeout=self._deadline)
+        except RuntimeError as error:
+            raise LinkLost(f"the store of a process group cannot be reached: {error}") from error
+        return self._link(store, invitation["link"], TARGET_RANK)
+
+    def _link(self, store: c10d.TCPStore, name: str, rank: int) -> ProcessGroupLink:
+        prefixed = c10d.PrefixStore(name, store)
+        try:
+            group = self._nccl(prefixed, rank) if self._device.type == "cuda" else self._gloo(prefixed, rank)
+        except RuntimeError as error:
+            raise LinkLost(f"the peer did not come to process group {name}: {error}") from error
+        return ProcessGroupLink(group, 1 - rank, self._device)
+
+    def _gloo(self, store: c10d.PrefixStore, rank: int) -> Any:
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = self._deadline
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._host)]
+        return c10d.ProcessGroupGloo(store, rank, 2, options)
+
+    def _nccl(self, store: c10d.PrefixStore, rank: int) -> Any:
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = self._deadline
+        torch.cuda.set_device(self._device)
+        return c10d.ProcessGroupNCCL(store, rank, 2, options)
