@@ -196,6 +196,10 @@ class KVOwnership:
         with self._lock:
             return sum(len(t.block_ids) for t in self._transfers.values() if t.direction is direction)
 
+    def refs(self) -> list[TransferRef]:
+        with self._lock:
+            return [TransferRef(number, self.epoch) for number in self._transfers]
+
     def tables(self) -> list[tuple[int, ...]]:
         """The block tables that transfers account for, for `BlockPool.check_holders`."""
         with self._lock:

@@ -94,7 +94,7 @@ def _planes(kv: KVTensors, form: WireFormat, data: torch.Tensor, num_blocks: int
         start += rows_BN.numel()
         parts_BN = (rows_BN[:, : sizes[0]], rows_BN[:, sizes[0] :])
         for plane, part_BN in zip(planes, parts_BN, strict=True):
-            yield plane, part_BN.unflatten(1, plane.shape[1:])
+            yield plane, part_BN.view(num_blocks, *plane.shape[1:])
 
 
 def _num_heads(form: WireFormat, num_kv_heads: int) -> int:

@@ -64,6 +64,8 @@ class KVBatch:
     """The prefill had ended when this was read."""
     output_ids: tuple[int, ...]
     """What the source generated, known when `is_computed`."""
+    waited_s: float
+    """How long the source waited for something to read."""
 
 
 class SourceSession(Protocol):

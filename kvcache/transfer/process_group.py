@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from kvcache.transfer.link import LinkLost
 
 logger = logging.getLogger(__name__)
+
+_dist: Any = dist  # the names used here are public, but not in the type stubs
 
 SOURCE_RANK, TARGET_RANK = 0, 1
 
@@ -68,14 +69,14 @@ class ProcessGroupTransport:
         self._device = device
         self._host = host
         self._deadline = timedelta(seconds=deadline_s)
-        self._store: c10d.TCPStore | None = None  # made by the first invitation: receivers need none
+        self._store: Any = None  # made by the first invitation: receivers need none
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def invite(self) -> dict[str, Any]:
         with self._lock:
             if self._store is None:
-                self._store = c10d.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._deadline)
+                self._store = _dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._deadline)
         return {"host": self._host, "port": self._store.port, "link": f"{os.getpid()}-{next(self._numbers)}"}
 
     def accept(self, invitation: dict[str, Any]) -> ProcessGroupLink:
@@ -84,27 +85,27 @@ class ProcessGroupTransport:
 
     def join(self, invitation: dict[str, Any]) -> ProcessGroupLink:
         try:
-            store = c10d.TCPStore(invitation["host"], invitation["port"], is_master=False, timeout=self._deadline)
+            store = _dist.TCPStore(invitation["host"], invitation["port"], is_master=False, timeout=self._deadline)
         except RuntimeError as error:
             raise LinkLost(f"the store of a process group cannot be reached: {error}") from error
         return self._link(store, invitation["link"], TARGET_RANK)
 
-    def _link(self, store: c10d.TCPStore, name: str, rank: int) -> ProcessGroupLink:
-        prefixed = c10d.PrefixStore(name, store)
+    def _link(self, store: Any, name: str, rank: int) -> ProcessGroupLink:
+        prefixed = _dist.PrefixStore(name, store)
         try:
             group = self._nccl(prefixed, rank) if self._device.type == "cuda" else self._gloo(prefixed, rank)
         except RuntimeError as error:
             raise LinkLost(f"the peer did not come to process group {name}: {error}") from error
         return ProcessGroupLink(group, 1 - rank, self._device)
 
-    def _gloo(self, store: c10d.PrefixStore, rank: int) -> Any:
-        options = c10d.ProcessGroupGloo._Options()
+    def _gloo(self, store: Any, rank: int) -> Any:
+        options = _dist.ProcessGroupGloo._Options()
         options._timeout = self._deadline
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._host)]
-        return c10d.ProcessGroupGloo(store, rank, 2, options)
+        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        return _dist.ProcessGroupGloo(store, rank, 2, options)
 
-    def _nccl(self, store: c10d.PrefixStore, rank: int) -> Any:
-        options = c10d.ProcessGroupNCCL.Options()
+    def _nccl(self, store: Any, rank: int) -> Any:
+        options = _dist.ProcessGroupNCCL.Options()
         options._timeout = self._deadline
         torch.cuda.set_device(self._device)
-        return c10d.ProcessGroupNCCL(store, rank, 2, options)
+        return _dist.ProcessGroupNCCL(store, rank, 2, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcache.handoff import HandoffFailed, HeadSlice, KVHandoff
@@ -103,7 +103,7 @@ class HandoffPull:
 
     def _pull(self) -> tuple[int, ...]:
         sessions = {one.share: self._connect(self._handoff.shares[one.share].address) for one in self._slices}
-        reservation = self._wait_for_reservation(sessions.values())
+        reservation = self._wait_for_reservation()
         output_ids: tuple[int, ...] = ()
         cursors = [reservation.first] * len(self._slices)
         is_computed = [False] * len(self._slices)
@@ -122,11 +122,18 @@ class HandoffPull:
                 if batch.num_blocks or batch.is_computed != is_computed[index]:
                     last_progress_s = time.monotonic()
                 is_computed[index], output_ids = batch.is_computed, batch.output_ids
+                self._ownership.renew(reservation.ref)
             if time.monotonic() - last_progress_s > self._deadline_s:
                 raise HandoffFailed(f"the source computed nothing new for {self._deadline_s:.0f} s")
-        for session in sessions.values():
-            session.finish(self._handoff)
+        self._say_done(sessions.values())
         return output_ids
+
+    def _say_done(self, sessions: Iterable[SourceSession]) -> None:
+        try:
+            for session in sessions:
+                session.finish(self._handoff)
+        except (HandoffFailed, LinkLost) as error:
+            logger.info("lease %d was read whole, but its source was not told: %s", self._handoff.lease, error)
 
     def _connect(self, address: str) -> SourceSession:
         session = self._connector.connect(address)
@@ -136,7 +143,7 @@ class HandoffPull:
                 raise HandoffFailed(self._cancelled)
         return session
 
-    def _wait_for_reservation(self, sessions: object) -> _Reservation:
+    def _wait_for_reservation(self) -> _Reservation:
         while True:
             with self._changed:
                 if self._cancelled is not None:
@@ -164,10 +171,9 @@ class HandoffPull:
             unpack(self._kv, block_ids, batch.data, form)
             if batch.data.is_cuda:
                 _synchronize(batch)
-        self._ownership.renew(reservation.ref)
 
     def _note(self, batch: KVBatch, start_s: float) -> None:
-        elapsed_s = time.monotonic() - start_s
+        elapsed_s = max(0.0, time.monotonic() - start_s - batch.waited_s)
         self._num_bytes += batch.data.numel() * batch.data.itemsize
         self._transfer_s += elapsed_s
         if not batch.is_computed:

@@ -91,6 +91,7 @@ class RemoteSession:
                 layout_id=reply["layout_id"],
                 is_computed=bool(reply["is_computed"]),
                 output_ids=tuple(reply["output_ids"]),
+                waited_s=float(reply["waited_s"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise LinkLost(f"the transfer server's answer makes no sense: {error!r}") from error

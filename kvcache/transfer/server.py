@@ -122,7 +122,7 @@ class TransferServer:
             case "read":
                 form = parse_form(message["layers"], message["heads"], message["layout"])
                 batch = self._source.read(ref, form, int(message["first"]), min(float(message["wait_s"]), MAX_WAIT_S))
-                fields = ("first", "num_blocks", "layout_id", "is_computed", "output_ids")
+                fields = ("first", "num_blocks", "layout_id", "is_computed", "output_ids", "waited_s")
                 return {name: getattr(batch, name) for name in fields}, batch.data
             case "renew":
                 self._source.renew(ref)

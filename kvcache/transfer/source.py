@@ -91,7 +91,8 @@ class KVSource:
         form = WireFormat(layout=wire_layout(self.kv.layout, form.layout.id), layers=form.layers, heads=form.heads)
         if problem := why_not_form(self.kv, form):
             raise HandoffFailed(problem)
-        until_s = time.monotonic() + wait_s
+        start_s = time.monotonic()
+        until_s = start_s + wait_s
         with self._changed:
             while True:
                 if not self.ownership.renew(ref) or (offer := self._offers.get(ref.number)) is None:
@@ -104,6 +105,7 @@ class KVSource:
                 if num_readable > first or is_computed or left_s <= 0:
                     break
                 self._changed.wait(min(left_s, self.ownership.lease_s / 4))
+        waited_s = time.monotonic() - start_s
         most = max(1, MAX_BATCH_BYTES // (num_values_per_block(self.kv, form) * self.kv.dtype.itemsize))
         block_ids = offer.block_ids[first : min(num_readable, first + most)]
         with self.ownership.using(ref) as is_open:
@@ -124,6 +126,7 @@ class KVSource:
             layout_id=form.layout.id,
             is_computed=is_computed,
             output_ids=output_ids,
+            waited_s=waited_s,
         )
 
     def renew(self, ref: TransferRef) -> None:
