@@ -94,12 +94,13 @@ class Engine:
         )
 
     def cancel(self, key: RequestKey) -> bool:
-        """Frees the request's blocks at once; the next step reports it as cancelled. False when it already ended."""
+        """Frees the request's blocks at once; the next step reports it as cancelled. False when it already ended; what it
+        left for another engine is taken back all the same."""
         is_cancelled = self.scheduler.cancel(key)
         if is_cancelled:
             del self._sampling[key]
-            if self.handoffs is not None:
-                self.handoffs.drop(key)
+        if self.handoffs is not None:
+            self.handoffs.drop(key)
         return is_cancelled
 
     def step(self, *, may_wait: bool = True) -> StepOutput:

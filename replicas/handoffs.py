@@ -85,6 +85,7 @@ class Handoffs:
         self._address = address
         self._on_close = on_close
         self._offers: dict[RequestKey, tuple[RequestState, TransferRef]] = {}
+        self._handed_over: dict[RequestKey, TransferRef] = {}  # ended here, not taken by the other side yet
         self._loads: dict[RequestKey, _Load] = {}
         self._ending: list[HandoffPull] = []  # cancelled, their threads not ended yet
 
@@ -139,7 +140,7 @@ class Handoffs:
                 del self._loads[key]
                 progress += self._end_load(load, outcome)
         self._ending = [pull for pull in self._ending if pull.outcome is None]
-        self.source.forget(self.ownership.collect())
+        self._forget(self.ownership.collect())
         for load in self._loads.values():
             if load.ref is not None and not self.ownership.is_open(load.ref):
                 load.pull.cancel("the pull took longer than its lease")
@@ -168,15 +169,18 @@ class Handoffs:
             _, ref = self._offers.pop(item.key)
             if item.finish_reason is FinishReason.HANDOFF:
                 self.source.complete(ref, item.token_ids)
+                self._handed_over[item.key] = ref
             else:
                 self.source.withdraw(ref)
 
     def drop(self, key: RequestKey) -> None:
-        """The request was cancelled."""
+        """The request was cancelled, here or after it was handed over."""
         if key in self._loads:
             self._drop_load(key, "the request was cancelled")
         if key in self._offers:
             self.source.withdraw(self._offers.pop(key)[1])
+        if key in self._handed_over:
+            self.source.withdraw(self._handed_over.pop(key))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cuts every transfer and waits for its thread; blocks come back to the pool."""
@@ -188,7 +192,7 @@ class Handoffs:
             self.ownership.close(ref)
         until_s = time.monotonic() + timeout_s
         while self.ownership.has_transfers and time.monotonic() < until_s:
-            self.source.forget(self.ownership.collect())
+            self._forget(self.ownership.collect())
             self.wait()
         self._on_close()
 
@@ -252,6 +256,11 @@ class Handoffs:
             self._note_failure(load.state.request, outcome.error or "it ended before its blocks were reserved")
         progress = self._scheduler.end_load(load.state.request.key, load.num_tokens if is_whole else 0, outcome.output_ids)
         return [] if progress is None else [progress]
+
+    def _forget(self, refs: Sequence[TransferRef]) -> None:
+        self.source.forget(refs)
+        for key in [key for key, ref in self._handed_over.items() if ref in refs]:
+            del self._handed_over[key]
 
     def _drop_load(self, key: RequestKey, reason: str) -> None:
         load = self._loads.pop(key)
