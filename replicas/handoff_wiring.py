@@ -27,14 +27,15 @@ class HandoffWiring(Protocol):
 class ProcessGroupWiring:
     """A transfer server and process groups, made on demand for each pair."""
 
-    def __init__(self, changed: threading.Event | None = None) -> None:
-        self._changed = changed
+    def __init__(self, changed: threading.Event | None = None, deadline_s: float = 10.0) -> None:
+        """`changed` is shared by engines of one thread; a peer that is silent for `deadline_s` is given up."""
+        self._changed, self._deadline_s = changed, deadline_s
 
     def attach(self, config: EngineConfig, scheduler: Scheduler, kv: KVTensors, fingerprint: str) -> Handoffs:
         source = KVSource(_ownership(config, scheduler), kv)
-        transport = ProcessGroupTransport(kv.device, config.transfer_host)
+        transport = ProcessGroupTransport(kv.device, config.transfer_host, self._deadline_s)
         server = TransferServer(source, {transport.name: transport}, config.transfer_host)
-        connector = RemoteConnector(transport, kv)
+        connector = RemoteConnector(transport, kv, self._deadline_s)
 
         def close() -> None:
             connector.close()
