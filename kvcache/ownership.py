@@ -40,6 +40,7 @@ class TransferRef(NamedTuple):
 class _Transfer:
     direction: Direction
     block_ids: tuple[int, ...]
+    lease_s: float
     deadline_s: float
     priority: int
     on_closing: Callable[[], None] | None
@@ -78,9 +79,17 @@ class KVOwnership:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(
-        self, direction: Direction, block_ids: Sequence[int], *, priority: int = 0, on_closing: Callable[[], None] | None = None
+        self,
+        direction: Direction,
+        block_ids: Sequence[int],
+        *,
+        lease_s: float | None = None,
+        priority: int = 0,
+        on_closing: Callable[[], None] | None = None,
     ) -> TransferRef:
-        """A transfer of blocks that a request holds now. `on_closing` is called once, when it closes, to cut the link.
+        """A transfer of blocks that a request holds now, for `lease_s` (the default's when None) unless it is renewed.
+
+        `on_closing` is called once, when it closes, to cut the link.
 
         A block may be in several transfers out, or in one transfer in and no other.
         """
@@ -98,8 +107,8 @@ class KVOwnership:
         with self._lock:
             number = self._next_number
             self._next_number += 1
-            deadline_s = self.clock() + self.lease_s
-            self._transfers[number] = _Transfer(direction, tuple(block_ids), deadline_s, priority, on_closing)
+            length_s = self.lease_s if lease_s is None else lease_s
+            self._transfers[number] = _Transfer(direction, tuple(block_ids), length_s, self.clock() + length_s, priority, on_closing)
         self.counters.num_opened += 1
         return TransferRef(number, self.epoch)
 
@@ -135,7 +144,7 @@ class KVOwnership:
             transfer = self._open_transfer(ref)
             if transfer is None:
                 return False
-            transfer.deadline_s = self.clock() + self.lease_s
+            transfer.deadline_s = self.clock() + transfer.lease_s
             self.counters.num_renewed += 1
             return True
 

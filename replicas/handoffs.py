@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 MAX_WAIT_S = 0.01
 """Longest sleep of an engine that has only transfers to wait for; a command to it waits as long."""
 PULL_DEADLINE_S = 30.0
+LOAD_LEASE_S = 2 * PULL_DEADLINE_S
+"""A pull ends by deadlines of its own; this is for one that does not, and longer than any of them."""
 
 
 @dataclass(slots=True)
@@ -125,7 +127,7 @@ class Handoffs:
             size = self._scheduler.pool.block_size
             first, end = state.num_computed_tokens // size, -(-load.num_tokens // size)
             block_ids = state.block_ids[first:end]
-            load.ref = self.ownership.open(Direction.IN, block_ids, priority=state.request.priority)
+            load.ref = self.ownership.open(Direction.IN, block_ids, lease_s=LOAD_LEASE_S, priority=state.request.priority)
             load.pull.reserve(load.ref, block_ids, first)
         for key in [k for k, load in self._loads.items() if not (load.state.awaits_load or load.state.is_loading)]:
             self._drop_load(key, "the request lost its blocks or ended")

@@ -80,17 +80,19 @@ class ProcessGroupTransport:
         return {"host": self._host, "port": self._store.port, "link": f"{os.getpid()}-{next(self._numbers)}"}
 
     def accept(self, invitation: dict[str, Any]) -> ProcessGroupLink:
-        assert self._store is not None, "a link is accepted after its invitation"
-        return self._link(self._store, invitation["link"], SOURCE_RANK)
+        return self._link(invitation, SOURCE_RANK)
 
     def join(self, invitation: dict[str, Any]) -> ProcessGroupLink:
+        return self._link(invitation, TARGET_RANK)
+
+    def _link(self, invitation: dict[str, Any], rank: int) -> ProcessGroupLink:
+        """Each link has a client of the store to itself: a client serves one wait at a time, so on a shared one a peer
+        that never comes would hold up every other."""
+        name = invitation["link"]
         try:
             store = _dist.TCPStore(invitation["host"], invitation["port"], is_master=False, timeout=self._deadline)
         except RuntimeError as error:
             raise LinkLost(f"the store of a process group cannot be reached: {error}") from error
-        return self._link(store, invitation["link"], TARGET_RANK)
-
-    def _link(self, store: Any, name: str, rank: int) -> ProcessGroupLink:
         prefixed = _dist.PrefixStore(name, store)
         try:
             group = self._nccl(prefixed, rank) if self._device.type == "cuda" else self._gloo(prefixed, rank)

@@ -303,3 +303,17 @@ def test_reading_past_the_table_or_another_format_is_refused() -> None:
     with pytest.raises(HandoffFailed, match="layers"):
         side.source.read(ref, replace(form, layers=(0, 3)), 0, 0.0)
     assert side.source.read(ref, form, 0, 0.0).num_blocks == 0
+
+
+def test_peer_that_never_joins_its_group_holds_up_no_other() -> None:
+    side = Side(CANONICAL_LAYOUT)
+    transport = ProcessGroupTransport(CPU, deadline_s=2.0)
+    server = TransferServer(side.source, {transport.name: transport})
+    connector = RemoteConnector(ProcessGroupTransport(CPU), side.kv)
+    with ControlChannel.connect("127.0.0.1", int(server.address.rsplit(":", 1)[1]), 5.0) as dead:
+        dead.send({"transport": transport.name}, 5.0)
+        assert dead.receive(5.0)["ok"]  # invited, and never heard of again
+        start_s = time.monotonic()
+        connector.connect(server.address).close()
+        assert time.monotonic() - start_s < 1.5
+    server.close()
