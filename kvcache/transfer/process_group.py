@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import socket
 import threading
 from datetime import timedelta
 from typing import Any
@@ -76,7 +77,12 @@ class ProcessGroupTransport:
     def invite(self) -> dict[str, Any]:
         with self._lock:
             if self._store is None:
-                self._store = _dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._deadline)
+                # Left to itself the store would listen on every address of the machine.
+                with socket.create_server((self._host, 0)) as listener:
+                    port = listener.getsockname()[1]
+                    self._store = _dist.TCPStore(
+                        self._host, port, is_master=True, wait_for_workers=False, timeout=self._deadline, master_listen_fd=listener.detach()
+                    )
         return {"host": self._host, "port": self._store.port, "link": f"{os.getpid()}-{next(self._numbers)}"}
 
     def accept(self, invitation: dict[str, Any]) -> ProcessGroupLink:
