@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger("manta.access")
 
+_ROUTINE_PATHS = frozenset({"/health", "/version", "/debug/router"})  # load balancers ask every second
+
 
 @dataclass(slots=True, kw_only=True)
 class AccessRecord:
@@ -73,7 +75,12 @@ def log_access(record: AccessRecord) -> None:
         "error": record.error,
         "prompt": record.prompt,
     }
-    logger.info("%s", json.dumps({name: value for name, value in line.items() if value is not None}, ensure_ascii=False))
+    is_routine = record.path in _ROUTINE_PATHS and record.status == 200
+    logger.log(
+        logging.DEBUG if is_routine else logging.INFO,
+        "%s",
+        json.dumps({name: value for name, value in line.items() if value is not None}, ensure_ascii=False),
+    )
 
 
 def _milliseconds(seconds: float | None) -> float | None:

@@ -52,5 +52,5 @@ class Backend(Protocol):
         ...
 
     async def describe_router(self) -> dict[str, Any]:
-        """The router's own view, for /debug/router."""
+        """The router's own view, for /debug/router. Raises RouterGone."""
         ...

@@ -146,7 +146,8 @@ def _to_frozen(config_class: type, parsed: BaseModel, path: str) -> object:
 def _explain(error: ValidationError) -> str:
     """One line for the first fault; a misspelt key is told its likely spelling."""
     details = error.errors(include_url=False, include_context=False)
-    first = details[0]
+    # A misspelt key comes first: it is often the reason why another one is missing.
+    first = next((detail for detail in details if detail["type"] == "extra_forbidden"), details[0])
     key = ""
     for part in first["loc"]:
         key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part

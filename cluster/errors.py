@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
+from cluster.backend import ReplicaGone, RouterGone
 from replicas.request import RequestRejected
 from replicas.text.tokenizer import ChatTemplateError
 
@@ -91,6 +92,8 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (BodyTooLarge, _Row(413, "invalid_request_error", "body_too_large")),
     (Overloaded, _Row(429, "rate_limit_error", "rate_limit_exceeded")),
     (Unavailable, _Row(503, "service_unavailable_error", "unavailable")),
+    (RouterGone, _Row(503, "service_unavailable_error", "unavailable")),
+    (ReplicaGone, _Row(503, "service_unavailable_error", "unavailable")),
     (GenerationFailed, _Row(500, "server_error", "generation_failed")),
 )
 

@@ -17,7 +17,7 @@ class GatewayConfig:
     """CPUs that Ray reserves for each; the gateway shares cores with whatever else runs."""
     limits: RequestLimits = field(default_factory=RequestLimits)
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
-    tenant_header: str = "X-Tenant-Id"
+    tenant_header: str = "X-Tenant"
     """Header that names the tenant for fairness and logs; requests without it share the tenant "default"."""
     log_prompts: bool = False
     """Puts prompts into the access log. Off: text of users does not belong in logs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -74,8 +75,8 @@ class RequestScope:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnected:
             record.status, record.error = CLIENT_CLOSED, "client disconnected"
-        except BaseException as error:
-            record.error = record.error or type(error).__name__
+        except asyncio.CancelledError:  # how Serve tells of the same
+            record.status, record.error = CLIENT_CLOSED, "client disconnected"
             raise
         finally:
             record.finished_s = self._clock()

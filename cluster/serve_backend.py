@@ -21,7 +21,7 @@ from router.snapshot import Decision, Rejection, RoutingRequest
 logger = logging.getLogger(__name__)
 
 _UNREACHABLE = (RayActorError, RaySystemError, DeploymentUnavailableError, BackPressureError, TargetUnreachable, EngineUnhealthy)
-_NOTICE_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 5.0
 
 
 class ServeBackend:
@@ -71,7 +71,11 @@ class ServeBackend:
         self._notify(lambda: self._router.remove_replica.remote(replica_id), f"loss of replica {replica_id}")
 
     async def describe_router(self) -> dict[str, Any]:
-        return await self._router.describe.remote()  # type: ignore[no-any-return]
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await self._router.describe.remote()  # type: ignore[no-any-return]
+        except (TimeoutError, *_UNREACHABLE) as error:
+            raise RouterGone(_first_line(error)) from error
 
     def _notify(self, send: Callable[[], Any], what: str) -> None:
         """Sends from a context of its own: Serve cancels the calls made in the context of a request together with it."""
@@ -82,7 +86,7 @@ class ServeBackend:
     async def _deliver(self, send: Callable[[], Any], what: str) -> None:
         """A notice that does not arrive is only logged: bookings expire, and silence tells of a dead replica too."""
         try:
-            async with asyncio.timeout(_NOTICE_TIMEOUT_S):
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 await send()
         except (TimeoutError, *_UNREACHABLE) as error:
             logger.warning("the router did not hear of the %s: %s", what, _first_line(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from replicas.engine_metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS
 from replicas.logs import start_logging
 from replicas.model_description import ModelDescription
 from replicas.reporter import ReplicaIdentity, Reporter, report_interval_s
-from replicas.request import GenerationRequest, RequestProgress
+from replicas.request import GenerationRequest, RequestProgress, StepOutput
 from replicas.stats import ReplicaReport, ReportReply
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 # More than any queue limit: the router bounds what a replica gets, and Serve must not turn it away or queue it.
 MAX_ONGOING_REQUESTS = 1_000_000
 METRICS_INTERVAL_S = 1.0
+SWITCH_INTERVAL_S = 0.0005
+"""Between a step's native call and the next one the engine thread needs the interpreter: it must not wait 5 ms for the loop."""
 
 
 @serve.deployment(
@@ -39,16 +42,20 @@ METRICS_INTERVAL_S = 1.0
 class ReplicaDeployment:
     """Serves one model. Token ids in, token ids out; closing a stream cancels its request."""
 
-    async def __init__(self, model: str, config: EngineConfig, num_replicas: int, router: Any, log_level: str) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, model: str, config: EngineConfig, num_replicas: int, router: Any, log_level: str
+    ) -> None:
         """`num_replicas` counts every replica of the application: they share the machine's cores and the router's time."""
         start_logging(log_level)
         self._config = replace(config, num_threads=config.num_threads or _share_of_cores(num_replicas))
         self._description: ModelDescription | None = None
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._metrics = EngineMetrics(RayMetricSink({"model": model, "replica": replica_id}))
-        self._engine = AsyncEngine(self._load, on_step=self._metrics.note_step)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._engine = AsyncEngine(self._load, on_step=self._note_step)
         await self._engine.start()
         description = await self.describe()
+        # The runner as a tag: requests that a slower path serves can be counted and alarmed on.
+        self._metrics = EngineMetrics(RayMetricSink({"model": model, "replica": replica_id, "runner": description.runner}))
         identity = ReplicaIdentity(
             replica_id=replica_id, model=model, block_size=description.block_size, max_num_seqs=self._config.max_num_seqs
         )
@@ -70,6 +77,9 @@ class ReplicaDeployment:
         engine = Engine.load(self._config)
         self._description = engine.description
         return engine
+
+    def _note_step(self, output: StepOutput) -> None:
+        self._metrics.note_step(output)
 
     async def describe(self) -> ModelDescription:
         assert self._description is not None, "the engine has loaded before any call arrives"
@@ -127,6 +137,6 @@ class RayMetricSink:
 
 def _share_of_cores(num_replicas: int) -> int:
     """Threads for one of `num_replicas` spread over the cluster's nodes: all cores of a node together, never more."""
-    num_nodes = max(1, sum(node["Alive"] for node in ray.nodes()))
+    num_nodes = max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
     replicas_here = -(-num_replicas // num_nodes)
     return max(1, len(os.sched_getaffinity(0)) // replicas_here)

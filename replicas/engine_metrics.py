@@ -8,7 +8,7 @@ from typing import Protocol
 from replicas.request import StepOutput
 from replicas.stats import ReplicaStats
 
-# Name -> (help text, value of the statistics). All carry the tags model and replica.
+# Name -> (help text, value of the statistics). All carry the tags model, replica and runner.
 GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_requests_running": ("Requests in the engine's batch", lambda stats: stats.num_running),
     "manta_requests_waiting": ("Requests in the engine's own queue", lambda stats: stats.num_waiting),
@@ -25,7 +25,7 @@ GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
 
 COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], int]]] = {
     "manta_engine_steps": ("Steps run", lambda stats: stats.num_steps),
-    "manta_prompt_tokens": ("Prompt tokens of admitted requests", lambda stats: stats.num_prompt_tokens),
+    "manta_prompt_tokens": ("Prompt tokens computed, again after a preemption included", lambda stats: stats.num_prompt_tokens),
     "manta_cached_prompt_tokens": ("Prompt tokens whose KV came from the prefix cache", lambda stats: stats.num_cached_tokens),
     "manta_generated_tokens": ("Tokens generated", lambda stats: stats.num_generated_tokens),
     "manta_preemptions": ("Requests whose KV was dropped to be computed again", lambda stats: stats.num_preemptions),

@@ -9,7 +9,10 @@ PACKAGES = ("cluster", "router", "replicas", "kvcache", "manta")
 
 
 def start_logging(level: str) -> None:
-    """Sends Manta's loggers to standard error, which Serve keeps, with the time, in the replica's log file. Calling it again only sets the level."""
+    """Sends Manta's loggers to standard error, which Serve keeps, with the time, in the replica's log file.
+
+    Calling it again only sets the level.
+    """
     for name in PACKAGES:
         logger = logging.getLogger(name)
         logger.setLevel(level)

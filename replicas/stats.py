@@ -28,6 +28,7 @@ class ReplicaStats:
     """Measured seconds of a decode-only step (EWMA); None before the first."""
     num_steps: int = 0
     num_prompt_tokens: int = 0
+    """Computed, those computed again after a preemption included; cached ones are not."""
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0

@@ -64,7 +64,7 @@ class RouterConfig:
     """Decode step assumed before any replica of the model has measured one."""
     expected_output_tokens: int = 256
     """Output length assumed before requests of the model have ended (bounded by each one's `max_tokens`)."""
-    max_candidates: int = 16
+    max_candidates: int = 8
     """How many replicas the scoring policy examines in full, after a first estimate over all of them."""
     num_explained: int = 1_024
     """How many of the last decisions are kept for `explain`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import OrderedDict
+from math import inf
 
 from replicas.stats import ReplicaReport, ReportReply
 from router.admission import AdmissionQueue, Waiting
@@ -12,6 +12,7 @@ from router.bookings import Booking, PendingPrefixes
 from router.config import RouterConfig
 from router.policies import Policy
 from router.prefix_index import PrefixIndex
+from router.preview import CandidatePreview
 from router.rates import DrainRate, RateModel, Rates
 from router.recording import DecisionSink
 from router.replica_state import ReplicaState
@@ -19,7 +20,6 @@ from router.snapshot import ClusterSnapshot, Decision, Rejection, ReplicaSnapsho
 
 logger = logging.getLogger(__name__)
 
-_PREVIEW_BALANCE = 0.1
 _REDECIDE_S = 0.25
 """How long a request keeps its place for a full replica before it is decided again."""
 _LOOK_AGAIN_S = 1.0
@@ -52,6 +52,8 @@ class ModelRouter:
         self._drain = DrainRate()
         self._output_tokens = float(config.expected_output_tokens)
         self._answers: list[Rejection] = []
+        self._preview = CandidatePreview(())
+        self._usable_until_s = -inf  # then `_usable` looks again
         self._expire_at_s = 0.0
         self._closed_until_s: float | None = None  # no replica takes work before this time, unless something changes
         self._num_decisions = 0
@@ -123,8 +125,12 @@ class ModelRouter:
         if replica is None:
             self._replicas[report.replica_id] = ReplicaState(report, now_s, rates)
             self._replicas = dict(sorted(self._replicas.items()))
+            self._usable_until_s = -inf
         else:
+            if report.is_draining != replica.is_draining:
+                self._usable_until_s = -inf
             replica.apply_report(report, now_s, rates)
+            self._preview.update(replica)
             self._confirm_pending(report.replica_id)
         self._closed_until_s = None
         return ReportReply(resync=resync)
@@ -133,6 +139,7 @@ class ModelRouter:
         if replica_id in self._replicas:
             self._drop(replica_id)
             del self._replicas[replica_id]
+            self._usable_until_s = -inf
             self._index.remove(replica_id)
             self._rates.forget(replica_id)
             self._closed_until_s = None
@@ -214,29 +221,24 @@ class ModelRouter:
 
         A silent replica is left out while another reports, and so is one that failed this request while another has not.
         """
-        states = [state for state in self._replicas.values() if not state.is_draining]
-        timeout_s = self._config.report_timeout_s
-        states = [state for state in states if now_s - state.reported_s <= timeout_s] or states
+        preview = self._usable(now_s)
+        states = preview.states
         if request.excluded_replicas:
             states = [state for state in states if state.replica_id not in request.excluded_replicas] or states
         cached = self._index.match(request.block_keys)
         pending = self._pending.match(request.block_keys)
         if not self._policy.examines_all and len(states) > self._config.max_candidates:
-            states = self._most_promising(states, cached, pending, now_s)
-        return tuple(state.snapshot(now_s, cached.get(state.replica_id, 0), pending.get(state.replica_id, 0)) for state in states)
+            states = preview.best(self._config.max_candidates, now_s, cached, pending, request.excluded_replicas)
+        return tuple([state.snapshot(now_s, cached.get(state.replica_id, 0), pending.get(state.replica_id, 0)) for state in states])
 
-    def _most_promising(
-        self, states: list[ReplicaState], cached: dict[str, int], pending: dict[str, int], now_s: float
-    ) -> list[ReplicaState]:
-        """The `max_candidates` cheapest by a first estimate (queue, recent work, prefix), in ascending order of id."""
-        estimates = [
-            state.wait_s(now_s)
-            + _PREVIEW_BALANCE * state.recent_work_s(now_s)
-            - max(cached.get(state.replica_id, 0), pending.get(state.replica_id, 0)) * state.block_size / state.prefill_tokens_per_s
-            for state in states
-        ]
-        best = heapq.nsmallest(self._config.max_candidates, range(len(states)), key=estimates.__getitem__)
-        return [states[index] for index in sorted(best)]
+    def _usable(self, now_s: float) -> CandidatePreview:
+        """Replicas that report and do not drain; silent ones only when all are silent."""
+        if self._usable_until_s <= now_s:
+            running = [state for state in self._replicas.values() if not state.is_draining]
+            timeout_s = self._config.report_timeout_s
+            self._preview = CandidatePreview([state for state in running if now_s - state.reported_s <= timeout_s] or running)
+            self._usable_until_s = now_s + _LOOK_AGAIN_S
+        return self._preview
 
     def _book(self, waiting: Waiting, replica: ReplicaState, num_uncached: int, now_s: float) -> None:
         request = waiting.request
@@ -253,6 +255,7 @@ class ModelRouter:
         self._queue.dispatch(waiting, num_uncached, num_outputs, now_s)
         self._drain.observe(now_s, request.num_prompt_tokens, is_backlogged=len(self._queue) > 0)
         replica.book(booking, now_s)
+        self._preview.update(replica)
         self._bookings[request.request_id] = booking
         if request.block_keys:
             self._pending.add(booking)

@@ -13,6 +13,7 @@ from router.snapshot import RECENT_WORK_S, ReplicaSnapshot
 
 _SNAPSHOT_AGE_S = 0.1
 _LEAST_KNOWN_S = 30.0
+_PREVIEW_BALANCE = 0.03
 
 
 class ReplicaState:
@@ -40,7 +41,8 @@ class ReplicaState:
         self._num_accepted = _num_accepted(report.stats)
         self._num_released = 0  # choices that a report counted and that ended since the last one
         self._released_context_tokens = 0
-        self._busy_until_s = now_s + report.stats.num_uncomputed_tokens / rates.prefill_tokens_per_s
+        self.preview_s = 0.0  # recent work as a cost, as of the last booking or report: for a first estimate only
+        self.busy_until_s = now_s + report.stats.num_uncomputed_tokens / rates.prefill_tokens_per_s
         self._recent_work_s = 0.0
         self._recent_at_s = now_s
         self._known_since_s = now_s
@@ -75,18 +77,20 @@ class ReplicaState:
             booking.start_s = start_s
             if not booking.is_released:
                 start_s += booking.num_uncached_tokens / rates.prefill_tokens_per_s
-        self._busy_until_s = start_s
+        self.busy_until_s = start_s
+        self.preview_s = _PREVIEW_BALANCE * self.recent_work_s(now_s)
         self._stats_now = self._snapshot = None
 
     def book(self, booking: Booking, now_s: float) -> None:
         work_s = booking.num_uncached_tokens / self.rates.prefill_tokens_per_s
-        booking.start_s = max(now_s, self._busy_until_s)
+        booking.start_s = max(now_s, self.busy_until_s)
         booking.num_unseen = booking.request.num_choices
-        self._busy_until_s = booking.start_s + work_s
+        self.busy_until_s = booking.start_s + work_s
         self._unseen.append(booking)
         self._count(booking, 1)
         self._recent_work_s = self._decayed_work_s(now_s) + work_s
         self._recent_at_s = now_s
+        self.preview_s = _PREVIEW_BALANCE * self.recent_work_s(now_s)
         self._snapshot = None
 
     def release(self, booking: Booking) -> None:
@@ -132,7 +136,7 @@ class ReplicaState:
 
     def wait_s(self, now_s: float) -> float:
         """Seconds of prefill queued here, those of held requests included. A first estimate, not the policy's."""
-        return max(0.0, self._busy_until_s - now_s) + self.held_tokens / self.rates.prefill_tokens_per_s
+        return max(0.0, self.busy_until_s - now_s) + self.held_tokens / self.rates.prefill_tokens_per_s
 
     def recent_work_s(self, now_s: float) -> float:
         """Prefill sent here lately. A replica that is known for less than the window is taken to go on as it began: else

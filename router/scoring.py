@@ -17,21 +17,23 @@ class ScoringWeights:
 
     slowdown: float = 0.02
     """A second of prefill, for each request that decodes beside it (chunked prefill stretches their steps)."""
-    queueing: float = 1.0
+    queueing: float = 4.0
     """A second of prefill, for each second that it keeps those waiting who come while the replica is busy: utilization /
-    (1 - utilization) of them, as in any queue with random arrivals."""
+    (1 - utilization) of them with random arrivals, and several times that with arrivals as bursty as real ones."""
     eviction: float = 2.0
     """A second of recomputing what the new blocks push out of the cache, and later what is pushed out in turn."""
     pending: float = 0.9
     """A second of prefill that blocks booked but not reported yet are expected to save."""
     decode: float = 0.25
     """A second that the answer takes longer because the replica's decode step is slower."""
-    balance: float = 0.1
+    balance: float = 0.03
     """A second of work sent to the replica lately, beyond `tolerance` above the least of the candidates."""
-    tolerance: float = 0.03
+    tolerance: float = 0.05
     """Share by which recent work may differ before affinity yields to it; below, it only settles where cold prompts go."""
     overdue: float = 1.0
     """A second by which the first token is predicted to miss its deadline, on top of the wait itself."""
+    miss_s: float = 5.0
+    """What missing a deadline costs, by however little: affinity is no reason to do so where another replica is in time."""
 
 
 class ScoringPolicy:
@@ -104,7 +106,8 @@ class ScoringPolicy:
         )
         cost = wait_s + prefill_s + pending_s + queueing_s + slowdown_s + eviction_s + decode_s + balance_s
         if request.deadline_s is not None:
-            overdue_s = weights.overdue * max(0.0, now_s + wait_s + computed_s - request.deadline_s)
+            late_s = now_s + wait_s + computed_s - request.deadline_s
+            overdue_s = weights.miss_s + weights.overdue * late_s if late_s > 0 else 0.0
             terms = (*terms, ("overdue", overdue_s))
             cost += overdue_s
         return CandidateScore(replica_id=replica.replica_id, cost=cost, terms=terms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import time
 import urllib.error
 import urllib.request
@@ -13,8 +14,8 @@ from typing import Any
 import yaml
 
 from cluster.config import ClusterConfig, ConfigError, Environment, read_config
-from cluster.local.preflight import LaunchError, check_disk, check_http_port
-from cluster.local.ray_head import DASHBOARD_PORT, RayHead
+from cluster.local.preflight import LaunchError, check_disk, check_http_port, check_no_other_ray
+from cluster.local.ray_head import DASHBOARD_PORT, GCS_PORT, RayHead
 from cluster.local.serve_rest import DeployProgress, ServeRest, auth_headers
 from replicas.default_model import DefaultModelError, prepare_default_model
 
@@ -41,7 +42,9 @@ class Launcher:
         clusters = check_applications(config)
         http_port = config["http_options"]["port"]
         check_disk(self._environment.state_dir)
-        check_http_port(http_port, self._ray.pids())
+        own_pids = self._ray.pids()
+        check_no_other_ray((GCS_PORT, DASHBOARD_PORT), own_pids)
+        check_http_port(http_port, own_pids)
         if any(model.engine.model is None for cluster in clusters for model in cluster.models):
             self._prepare_default_model()
         self._start_ray(http_port)
@@ -128,10 +131,10 @@ def check_applications(config: dict[str, Any]) -> list[ClusterConfig]:
 
 
 def success_message(port: int, model: str) -> str:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    body = shlex.quote(json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}))
     return (
         f"\nready at http://127.0.0.1:{port}/v1 (dashboard: http://127.0.0.1:{DASHBOARD_PORT}). Try:\n\n"
-        f"curl http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"curl http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' -d {body}\n\n"
         "make stop ends it."
     )
 

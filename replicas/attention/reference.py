@@ -43,7 +43,7 @@ def attend_one(call: LayerCall, q_HTD: torch.Tensor, k_CKD: torch.Tensor, v_CKD:
     """Attention of one request's T newest tokens over its C tokens of context, the T included. Returns [T, H, D]."""
     num_new, context_len = q_HTD.shape[1], k_CKD.shape[0]
     group = call.num_heads // call.num_kv_heads
-    q_KGTD = q_HTD.float().unflatten(0, (call.num_kv_heads, group))
+    q_KGTD = q_HTD.float().reshape(call.num_kv_heads, group, num_new, call.k_dim)
     scores = torch.einsum("kgtd,ckd->kgtc", q_KGTD, k_CKD.float()) * call.scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)

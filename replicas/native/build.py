@@ -1,7 +1,8 @@
-"""Compiles the CPU kernels once for this machine and loads them.
+"""Compiles the CPU kernels once for this kind of machine and loads them.
 
 The library is plain C++ with a C interface, so it needs a compiler but no torch headers, and takes seconds. It is cached by
-source, compiler and CPU, appears under its name only when whole, and two processes that build at once do not clash.
+source, compiler and instruction set, so that machines that share a home do not share what one of them cannot run; it appears
+under its name only when whole, and two processes that build at once do not clash.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -19,11 +19,13 @@ from pathlib import Path
 
 import torch
 
+from replicas.native.isa import InstructionSet, cpu_flags, runnable
+
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = (
-    "-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp",
+    "-O3", "-mtune=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp",
     "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
 )  # fmt: skip
 
@@ -32,15 +34,20 @@ class NativeUnavailable(RuntimeError):
     """This machine cannot build or load the kernels; the message says why. The torch path serves instead."""
 
 
-def load_native_library(cache_dir: Path | None = None) -> ctypes.CDLL:
-    """The kernels for this machine, built when the cache (`~/.cache/manta/native`) lacks them. Raises NativeUnavailable."""
+def load_native_library(cache_dir: Path | None = None, isa: InstructionSet | None = None) -> ctypes.CDLL:
+    """The kernels for the best instruction set that this CPU runs, or for `isa`; raises NativeUnavailable.
+
+    Built when the cache (`~/.cache/manta/native`) lacks them.
+    """
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise NativeUnavailable("no C++ compiler (g++ or clang++) is installed")
     cache_dir = cache_dir or Path.home() / ".cache" / "manta" / "native"
-    path = cache_dir / f"kernels-{_fingerprint(compiler)}.so"
+    isa = isa or runnable(cpu_flags())[0]
+    path = cache_dir / f"kernels-{isa.name}-{_fingerprint(compiler, isa)}.so"
     if not _is_whole(path):
-        _build(compiler, path)
+        _build(compiler, isa, path)
+    logger.info("CPU kernels: %s", isa.name)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -56,14 +63,14 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: str, isa: InstructionSet, path: Path) -> None:
     start_s = time.monotonic()
-    logger.info("building the CPU kernels with %s (a few seconds, once)", compiler)
+    logger.info("building the CPU kernels for %s with %s (a few seconds, once)", isa.name, compiler)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(built), *_openmp_runtime()]
+            command = [compiler, *FLAGS, *isa.compiler_flags, str(SOURCE), "-o", str(built), *_openmp_runtime()]
             result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             if result.returncode != 0:
                 raise NativeUnavailable(f"{compiler} failed: {(result.stderr.strip().splitlines() or ['no output'])[0]}")
@@ -82,19 +89,10 @@ def _openmp_runtime() -> list[str]:
     return [str(bundled[0])] if bundled else []
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, isa: InstructionSet) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256()
     sources = [*sorted(SOURCE.parent.glob("*.h")), SOURCE]
-    for part in (*(source.read_text() for source in sources), *FLAGS, version, _cpu_identity(), torch.__version__, os.fspath(compiler)):
+    digest = hashlib.sha256()
+    for part in (*(source.read_text() for source in sources), *FLAGS, *isa.compiler_flags, version, torch.__version__, platform.machine()):
         digest.update(part.encode())
     return digest.hexdigest()[:16]
-
-
-def _cpu_identity() -> str:
-    """What -march=native depends on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        wanted = ("flags", "Features", "model name", "CPU part")
-        return "\n".join(sorted({line for line in cpuinfo.read_text().splitlines() if line.startswith(wanted)}))
-    return f"{platform.machine()} {platform.processor()}"

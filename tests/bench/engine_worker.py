@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench import workload_source
 from tests.bench.machine import measure_quietness
+from tests.bench.workload_source import WARM_UP_REPETITION, Cut, Workload, load_workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,21 +25,25 @@ class WorkerTask:
     """What one worker measures."""
 
     engine: str
-    """quietness, static8, static32, generate_batch or ours."""
+    """quietness, static8, static32, generate_batch, ours (in the dtype that it takes by itself), or ours_same_dtype (in theirs)."""
     model: str
     dtype: str
+    """Of every engine but ours."""
     device: str
     num_threads: int
     repetitions: int
-    num_prompts: int
-    most_outputs: int
+    workloads: list[str]
+    cut: Cut
+    known_dtype: str | None = None
+    """An engine that would run in it is left out: that was measured already."""
     sweep_sizes: list[int] = field(default_factory=list)
-    """Of ours alone; empty leaves the sweep out."""
+    """Of ours alone; empty leaves the sweep and the roofline out."""
     sweep_steps: int = 64
 
 
 def main() -> int:
-    task, result_file = WorkerTask(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    fields = json.loads(sys.argv[1])
+    task, result_file = WorkerTask(**{**fields, "cut": Cut(**fields["cut"])}), Path(sys.argv[2])
     logging.basicConfig(level=logging.INFO, format=f"  {task.engine}: %(message)s")
     for noisy in ("httpx", "transformers", "ContinuousBatchingLogger"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -59,70 +63,94 @@ def main() -> int:
 def _run_engine(task: WorkerTask) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig
+    from transformers.utils.logging import disable_progress_bar
 
     from replicas.model_loader import resolve_device, resolve_dtype
 
+    disable_progress_bar()
     torch.set_num_threads(task.num_threads)
     device = resolve_device(task.device)
     checkpoint = getattr(AutoConfig.from_pretrained(task.model), "dtype", None)
-    dtype, reason = resolve_dtype(task.dtype, checkpoint, device)
-    times_s: list[float] = []
+    # auto: what torch multiplies in on this machine. Emulated bfloat16 would slow the baselines and flatter ours.
+    dtype, reason = resolve_dtype(task.dtype, checkpoint, device, is_native=False)
+    facts: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "dtype_reason": reason}
+    if facts["dtype"] == task.known_dtype:
+        return {"skipped": f"{task.known_dtype} is Manta's own dtype"}
     with ExitStack() as stack:
         start_s = time.perf_counter()
-        run, sweep = _prepare(task, dtype, device, stack)
+        run, sweep = _prepare(task, dtype, device, stack, facts)
         load_s = time.perf_counter() - start_s
+        measured: dict[str, dict[str, Any]] = {name: {"num_tokens": [], "times_s": []} for name in task.workloads}
         for repetition in range(task.repetitions):
-            workload = _workload(task, repetition)
-            times_s.append(run(workload))
-            _note(f"repetition {repetition + 1}/{task.repetitions}: {workload.num_useful_tokens / times_s[-1]:.1f} tokens/s")
-        sweep_rows = sweep()
+            for name in task.workloads:
+                workload = load_workload(name, task.model, repetition, task.cut)
+                seconds = run(workload)
+                measured[name]["num_tokens"].append(workload.num_tokens)
+                measured[name]["times_s"].append(seconds)
+                _note(f"repetition {repetition + 1}/{task.repetitions} of {name}: {workload.num_tokens / seconds:.1f} tokens/s")
+        more = sweep()
     return {
-        "dtype": str(dtype).removeprefix("torch."),
-        "dtype_reason": reason,
+        **facts,
         "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
         "num_threads": torch.get_num_threads(),
+        "version": f"torch {torch.__version__}",
         "load_s": load_s,
-        "num_useful_tokens": _workload(task, 0).num_useful_tokens,
-        "times_s": times_s,
-        "sweep": sweep_rows,
+        "workloads": measured,
+        **more,
     }
 
 
 def _prepare(
-    task: WorkerTask, dtype: Any, device: Any, stack: ExitStack
-) -> tuple[Callable[[workload_source.Workload], float], Callable[[], list[dict[str, Any]]]]:
-    """Loads and warms up the engine; gives what runs a workload (seconds), and what runs the sweep."""
-    warm_up = workload_source.b32(task.model, workload_source.WARM_UP_REPETITION, num_prompts=min(8, task.num_prompts), most_outputs=8)
-    if task.engine == "ours":
-        from replicas.llm import LLM
-        from replicas.text.tokenizer import Tokenizer
-        from tests.bench import manta_engine
-
-        most = max([task.num_prompts, *task.sweep_sizes])
-        engine = manta_engine.load(
-            task.model, dtype=str(dtype).removeprefix("torch."), device=device.type, num_threads=task.num_threads, max_num_seqs=most
-        )
-        llm = LLM.from_engine(engine, Tokenizer.load(task.model))
-        manta_engine.run_workload(llm, warm_up)
-        prompts = _workload(task, workload_source.WARM_UP_REPETITION + 1).prompt_ids
-        return (
-            lambda workload: manta_engine.run_workload(llm, workload),
-            lambda: [asdict(row) for row in manta_engine.sweep(engine, prompts, task.sweep_sizes, task.sweep_steps, _note)],
-        )
+    task: WorkerTask, dtype: Any, device: Any, stack: ExitStack, facts: dict[str, Any]
+) -> tuple[Callable[[Workload], float], Callable[[], dict[str, Any]]]:
+    """Loads and warms up the engine; gives what runs a workload (seconds), and what comes after. Adds to `facts` what it chose."""
+    few = Cut(num_prompts=min(8, task.cut.num_prompts), most_outputs=8)
+    warm_up = load_workload("B32", task.model, WARM_UP_REPETITION, few)
+    if task.engine.startswith("ours"):
+        return _prepare_ours(task, dtype, device, warm_up, facts)
     from tests.bench import transformers_engines
 
     model = transformers_engines.load(task.model, dtype, device)
     if task.engine == "generate_batch":
-        batching = stack.enter_context(transformers_engines.ContinuousBatching(model, _workload(task, 0)))
+        largest = load_workload("B32", task.model, 0, task.cut)
+        batching = stack.enter_context(transformers_engines.ContinuousBatching(model, largest))
         batching.run(warm_up, _note)
-        return (lambda workload: batching.run(workload, _note)), list
+        return (lambda workload: batching.run(workload, _note)), dict
     batch_size = int(task.engine.removeprefix("static"))
     transformers_engines.run_static(model, warm_up, batch_size, _note)
-    return (lambda workload: transformers_engines.run_static(model, workload, batch_size, _note)), list
+    return (lambda workload: transformers_engines.run_static(model, workload, batch_size, _note)), dict
 
 
-def _workload(task: WorkerTask, repetition: int) -> workload_source.Workload:
-    return workload_source.b32(task.model, repetition, num_prompts=task.num_prompts, most_outputs=task.most_outputs)
+def _prepare_ours(
+    task: WorkerTask, dtype: Any, device: Any, warm_up: Workload, facts: dict[str, Any]
+) -> tuple[Callable[[Workload], float], Callable[[], dict[str, Any]]]:
+    import torch
+
+    from replicas.llm import LLM
+    from replicas.text.tokenizer import Tokenizer
+    from tests.bench import manta_engine
+    from tests.bench.roofline import measure_roofline, model_cost
+
+    most = max([task.cut.num_prompts, *task.sweep_sizes])
+    wanted = "auto" if task.engine == "ours" else str(dtype).removeprefix("torch.")
+    engine = manta_engine.load(task.model, dtype=wanted, device=device.type, num_threads=task.num_threads, max_num_seqs=most)
+    own = engine.description.dtype
+    if task.engine == "ours":
+        facts["dtype_reason"] = "what the engine takes by itself"
+    facts |= {"dtype": own, "runner": engine.description.runner}
+    llm = LLM.from_engine(engine, Tokenizer.load(task.model))
+    manta_engine.run_workload(llm, warm_up)
+    prompts = load_workload("B32", task.model, WARM_UP_REPETITION + 1, task.cut).prompt_ids
+
+    def sweep_and_roofline() -> dict[str, Any]:
+        rows = manta_engine.sweep(engine, prompts, task.sweep_sizes, task.sweep_steps, _note)
+        found: dict[str, Any] = {"sweep": [asdict(row) for row in rows]}
+        if rows and device.type == "cpu":
+            cost = model_cost(task.model)
+            found |= {"cost": asdict(cost), "roofline": asdict(measure_roofline(cost, getattr(torch, own)))}
+        return found
+
+    return (lambda workload: manta_engine.run_workload(llm, workload)), sweep_and_roofline
 
 
 def _note(text: str) -> None:

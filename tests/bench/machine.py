@@ -13,6 +13,7 @@ NOISE_LIMIT = 0.15
 """A fixed matmul may take this much longer or shorter before the run counts as noisy."""
 _MATMUL_SIZE = 1024
 _NUM_MATMULS = 15
+_INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +57,31 @@ def noise_warnings(looks: list[Quietness], load_before: float, num_cores: int) -
     return warnings
 
 
+def hardware_line(num_cores: int, cpuinfo: Path = Path("/proc/cpuinfo"), meminfo: Path = Path("/proc/meminfo")) -> str:
+    """What stands beside published numbers: CPU, cores used, memory, and the instruction sets that matter to a CPU engine."""
+    model, flags = _cpu(cpuinfo)
+    sets = [name for name in _INSTRUCTION_SETS if name in flags] or ["none of " + ", ".join(_INSTRUCTION_SETS)]
+    found = re.search(r"MemTotal:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+    memory = f", {int(found[1]) / 2**20:.0f} GiB of memory" if found else ""
+    return f"{model}, {num_cores} of {os.cpu_count()} cores{memory}, {', '.join(sets)}"
+
+
+def has_bfloat16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies bfloat16 itself; elsewhere a bfloat16 engine emulates it."""
+    return not _cpu(cpuinfo)[1].isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _cpu(cpuinfo: Path) -> tuple[str, frozenset[str]]:
+    """Model name and flags (x86 and ARM)."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    values = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}  # the first CPU wins
+    flags = values.get("flags") or values.get("Features") or ""
+    return values.get("model name") or values.get("CPU part") or "unknown-cpu", frozenset(flags.split())
+
+
 def hardware_name(cpuinfo: Path = Path("/proc/cpuinfo"), num_cores: int | None = None) -> str:
     """A short name of the CPU that is safe in a file name, with the cores that this process may use: "amd-epyc-2c"."""
-    model = "unknown-cpu"
-    if cpuinfo.exists():
-        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("model name", "CPU part"))]
-        model = lines[0].split(":", 1)[1].strip() if lines else model
-    return f"{short_name(model)}-{num_cores or len(os.sched_getaffinity(0))}c"
+    return f"{short_name(_cpu(cpuinfo)[0])}-{num_cores or len(os.sched_getaffinity(0))}c"
 
 
 def short_name(text: str) -> str:

@@ -45,10 +45,10 @@ def load(model: str, *, dtype: str, device: str, num_threads: int, max_num_seqs:
 
 
 def run_workload(llm: LLM, workload: Workload) -> float:
-    """Seconds for the workload through `LLM.generate`, detokenization included."""
+    """Seconds for the workload through `LLM.generate`, from text to text, as the peers' scripts measure it."""
     params = [SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True) for num in workload.num_outputs]
     start_s = time.perf_counter()
-    outputs = llm.generate(workload.prompt_ids, params, use_tqdm=False)
+    outputs = llm.generate(workload.texts, params, use_tqdm=False)
     elapsed_s = time.perf_counter() - start_s
     for output, wanted in zip(outputs, workload.num_outputs, strict=True):
         if len(output.outputs[0].token_ids) != wanted:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     sys.stdout.write(f"torch {torch.__version__} on {where}\n")
+    disable_progress_bar()
     checks = Checks()
     with tempfile.TemporaryDirectory() as folder:
         models = [_tiny_model(Path(folder)), *([options.model] if options.model else [])]
@@ -110,7 +112,7 @@ def _check_model(checks: Checks, folder: Path, device: str) -> None:
 
 
 def _engine(folder: Path, device: str, **settings: object) -> Engine:
-    config = {"kv_cache_bytes": KV_BYTES, "max_model_len": 512, "max_num_batched_tokens": 2048, **settings}
+    config = {"kv_cache_bytes": KV_BYTES, "max_model_len": 512, "max_num_batched_tokens": 2048, "runner": "transformers", **settings}
     return Engine.load(EngineConfig(model=str(folder), device=device, **config))  # type: ignore[arg-type]
 
 

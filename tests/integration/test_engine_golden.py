@@ -3,11 +3,13 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kvcache.block_pool import BlockPool
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
 from replicas.sampling_params import SamplingParams
@@ -17,8 +19,11 @@ from tests.engine_harness import GREEDY, requests_for, run
 from tests.prompts import mixed_prompts
 
 NUM_OUTPUT = 64
-ALONE = range(20) if os.environ.get("MANTA_TEST_EXHAUSTIVE") else range(0, 20, 7)
-"""Prompts that also run alone under every combination; all of them takes twenty minutes on two cores."""
+IS_EXHAUSTIVE = bool(os.environ.get("MANTA_TEST_EXHAUSTIVE"))
+ALONE = range(20) if IS_EXHAUSTIVE else range(0, 20, 9)
+"""Prompts that also run alone under every combination; all of them take several minutes on two cores."""
+PREEMPTED = [(2048, True), (2048, False), (37, True), (37, False)] if IS_EXHAUSTIVE else [(2048, False), (37, True)]
+"""Budget, and whether prefixes are cached."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -35,29 +40,31 @@ def model(default_model_dir: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def expected(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    eos = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = None
-    outputs = [
-        model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), max_new_tokens=NUM_OUTPUT, do_sample=False)[0]
-        for p in prompts
-    ]
+    """Greedy tokens of `generate`, each prompt padded on the left and masked; one by one it would take minutes."""
+    eos, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    outputs = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_OUTPUT, do_sample=False, pad_token_id=0)
     model.generation_config.eos_token_id = eos
-    return [output[len(p) :].tolist() for output, p in zip(outputs, prompts, strict=True)]
+    return outputs[:, longest:].tolist()
+
+
+def _load(folder: Path, **settings: Any) -> Engine:
+    return Engine.load(EngineConfig(model=str(folder), max_model_len=1024, kv_cache_bytes=1 << 30, max_num_batched_tokens=256, **settings))
 
 
 @pytest.fixture(scope="module")
 def engine(default_model_dir: Path) -> Engine:
-    return Engine.load(EngineConfig(model=str(default_model_dir), dtype="float32", max_model_len=1024, kv_cache_bytes=1 << 30))
+    return _load(default_model_dir, dtype="float32", runner="native")
 
 
 def _rescheduled(engine: Engine, *, budget: int, caching: bool, num_blocks: int | None = None) -> Engine:
     """The same model and KV tensors under another scheduler, its cache empty."""
-    from kvcache.block_pool import BlockPool
-
     old = engine.scheduler
     num_blocks = num_blocks or old.pool.num_blocks
     config = SchedulerConfig(
-        max_num_seqs=16,
+        max_num_seqs=20,
         max_num_batched_tokens=budget,
         max_model_len=min(old.config.max_model_len, num_blocks * old.pool.block_size),
         eos_token_ids=old.config.eos_token_ids,
@@ -68,16 +75,13 @@ def _rescheduled(engine: Engine, *, budget: int, caching: bool, num_blocks: int 
 
 
 @pytest.mark.parametrize("budget", [2048, 37], ids=["whole", "chunked"])
-def test_sixteen_at_once_cold_then_hot_equal_generate(
-    engine: Engine, prompts: list[list[int]], expected: list[list[int]], budget: int
-) -> None:
+def test_all_at_once_cold_then_hot_equal_generate(engine: Engine, prompts: list[list[int]], expected: list[list[int]], budget: int) -> None:
     engine = _rescheduled(engine, budget=budget, caching=True)
     for state in ("cold", "hot"):
-        for start in (0, 4):  # two overlapping batches of 16
-            results = run(engine, requests_for(prompts[start : start + 16], prefix=f"{state}{start}-"))
-            assert [r.token_ids for r in results] == expected[start : start + 16]
-            if state == "hot":
-                assert all(r.num_cached_tokens >= len(p) - 16 for r, p in zip(results, prompts[start : start + 16], strict=True))
+        results = run(engine, requests_for(prompts, prefix=state))
+        assert [r.token_ids for r in results] == expected
+        if state == "hot":
+            assert all(r.num_cached_tokens >= len(p) - 16 for r, p in zip(results, prompts, strict=True))
 
 
 @pytest.mark.parametrize("budget", [2048, 37], ids=["whole", "chunked"])
@@ -89,8 +93,7 @@ def test_alone_cold_then_hot_equals_generate(engine: Engine, prompts: list[list[
             assert result.token_ids == expected[index], f"prompt {index}, {state}"
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-@pytest.mark.parametrize("budget", [2048, 37], ids=["whole", "chunked"])
+@pytest.mark.parametrize(("budget", "caching"), PREEMPTED, ids=lambda value: str(value))
 def test_forced_preemption_equals_generate(
     engine: Engine, prompts: list[list[int]], expected: list[list[int]], budget: int, caching: bool
 ) -> None:
@@ -146,12 +149,36 @@ def test_logprobs_equal_transformers_log_softmax(engine: Engine, model: PreTrain
         assert [value for _, value in found.top] == pytest.approx(top.values.tolist(), abs=1e-3)
 
 
-def test_bfloat16_tokens_are_within_half_a_nat_of_the_best(
-    default_model_dir: Path, model: PreTrainedModel, prompts: list[list[int]]
+def test_transformers_runner_batched_chunked_and_preempted_equals_generate(
+    default_model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    engine = Engine.load(
-        EngineConfig(model=str(default_model_dir), dtype="bfloat16", max_model_len=1024, kv_cache_bytes=1 << 29, max_num_batched_tokens=256)
-    )
+    engine = _load(default_model_dir, dtype="float32", runner="transformers")
+    longest = max(len(p) for p in prompts) + NUM_OUTPUT
+    engine = _rescheduled(engine, budget=61, caching=True, num_blocks=-(-longest // 16) * 3)
+    results = run(engine, requests_for(prompts[4:20]))
+    assert engine.stats().num_preemptions >= 5, "the pool was meant to be too small"
+    assert [r.token_ids for r in results] == expected[4:20]
+
+
+def test_native_bfloat16_is_the_same_alone_or_batched_whole_or_chunked_hot_or_preempted(
+    default_model_dir: Path, prompts: list[list[int]]
+) -> None:
+    engine = _load(default_model_dir, dtype="bfloat16", runner="native")
+    params = replace(GREEDY, max_tokens=32)
+    engine = _rescheduled(engine, budget=2048, caching=False)
+    alone = [run(engine, requests_for([prompt], params))[0].token_ids for prompt in prompts[::4]]
+    engine = _rescheduled(engine, budget=37, caching=True, num_blocks=80)
+    for state in ("cold", "hot"):
+        results = run(engine, requests_for(prompts, params, prefix=state))
+        assert [r.token_ids for r in results[::4]] == alone
+    assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("runner", ["native", "transformers"])
+def test_bfloat16_tokens_are_within_half_a_nat_of_the_best(
+    default_model_dir: Path, model: PreTrainedModel, prompts: list[list[int]], runner: str
+) -> None:
+    engine = _load(default_model_dir, dtype="bfloat16", runner=runner)
     params = replace(GREEDY, max_tokens=24)
     chosen = prompts[::5]
     for prompt, result in zip(chosen, run(engine, requests_for(chosen, params)), strict=True):

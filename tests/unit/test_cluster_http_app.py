@@ -186,7 +186,7 @@ async def test_request_id_comes_back_and_an_unsafe_one_is_replaced(client: httpx
 
 async def test_access_record_tells_cost_and_ending(client: httpx.AsyncClient, cluster: InProcessCluster) -> None:
     body = {"model": MODEL, "prompt": "one two three", "user": "ann", "max_tokens": 20, "stream": True}
-    await client.post(TEXT, json=body, headers={"X-Tenant-Id": "acme"})
+    await client.post(TEXT, json=body, headers={"X-Tenant": "acme"})
     record = cluster.records[-1]
     assert (record.tenant, record.user, record.model, record.status) == ("acme", "ann", MODEL, 200)
     assert record.num_prompt_tokens == 3

@@ -82,8 +82,12 @@ async def test_client_raises_when_an_error_event_ends_the_stream(client: AsyncOp
     stream = await client.completions.create(model=MODEL, prompt="a b c d", max_tokens=1900, stream=True, extra_body=extra)
     text = (await anext(stream)).choices[0].text
     cluster.replicas[0].engine.tokens_left = 0
-    with pytest.raises(openai.APIError) as ended:
-        async for chunk in stream:
-            text += chunk.choices[0].text
     assert text
+
+    async def read_to_the_end() -> None:
+        async for _ in stream:
+            pass
+
+    with pytest.raises(openai.APIError) as ended:
+        await read_to_the_end()
     assert ended.value.code == "unavailable"

@@ -14,15 +14,17 @@ from replicas.attention.backend import AttentionBackend, LayerCall
 from replicas.attention.native import NativeAttention
 from replicas.attention.reference import ReferenceAttention, attend_one
 from replicas.native.build import load_native_library
+from replicas.native.isa import cpu_flags, runnable
 from replicas.step_plan import ScheduledChunk, StepPlan
 from replicas.step_tensors import StepTensors
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def native() -> NativeAttention:
-    return NativeAttention(load_native_library())
+@pytest.fixture(scope="module", params=runnable(cpu_flags()), ids=lambda isa: isa.name)
+def native(request: pytest.FixtureRequest) -> NativeAttention:
+    """Every variant of the kernel that this machine can run."""
+    return NativeAttention(load_native_library(isa=request.param))
 
 
 def _call(num_heads: int, num_kv_heads: int, k_dim: int, v_dim: int, window: int | None = None, softcap: float | None = None) -> LayerCall:

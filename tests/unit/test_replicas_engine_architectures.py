@@ -30,22 +30,16 @@ SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 NUM_OUTPUT = 24
 
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "llama-untied": LlamaConfig(**{**SIZES, "vocab_size": 100, "intermediate_size": 56}, attention_bias=True, tie_word_embeddings=False),
-    "llama3-rope": LlamaConfig(
-        **SIZES,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    ),  # fmt: skip
+    "llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
     "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen3": Qwen3Config(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=9),

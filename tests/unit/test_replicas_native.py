@@ -22,6 +22,7 @@ from replicas.model_runner import kv_groups, probe_layers
 from replicas.native import build
 from replicas.native.build import NativeUnavailable, load_native_library
 from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, _Linear, pack, why_not_native
+from replicas.native.isa import AVX2, AVX512, PLAIN, cpu_flags, runnable
 from replicas.request_state import RequestState
 from replicas.step_plan import ScheduledChunk, StepPlan
 from replicas.step_tensors import StepTensors
@@ -29,9 +30,10 @@ from replicas.step_tensors import StepTensors
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    return load_native_library()
+@pytest.fixture(scope="module", params=runnable(cpu_flags()), ids=lambda isa: isa.name)
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """Every variant of the kernels that this machine can run."""
+    return load_native_library(isa=request.param)
 
 
 def _multiply(library: ctypes.CDLL, a_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -189,8 +191,16 @@ def test_decoder_refuses_layers_of_different_shape(library: ctypes.CDLL) -> None
         NativeDecoder(library, model, calls, kv)
 
 
-def test_build_replaces_a_broken_library(tmp_path: Path, library: ctypes.CDLL) -> None:
-    whole = Path(library._name)
+def test_runnable_variants_follow_the_cpu_flags(tmp_path: Path) -> None:
+    assert runnable(frozenset()) == [PLAIN]
+    assert runnable(AVX2.cpu_flags | {"sse2"}) == [AVX2, PLAIN]
+    assert runnable(AVX512.cpu_flags) == [AVX512, AVX2, PLAIN]
+    assert runnable(AVX512.cpu_flags - {"avx512vl"}) == [AVX2, PLAIN]
+    assert cpu_flags(tmp_path / "none") == frozenset()
+
+
+def test_build_replaces_a_broken_library(tmp_path: Path) -> None:
+    whole = Path(load_native_library()._name)
     broken = tmp_path / whole.name
     broken.write_bytes(whole.read_bytes()[:1000])
     (tmp_path / whole.with_suffix(".sha256").name).write_bytes(whole.with_suffix(".sha256").read_bytes())
@@ -198,10 +208,11 @@ def test_build_replaces_a_broken_library(tmp_path: Path, library: ctypes.CDLL) -
     assert broken.stat().st_size > 1000
 
 
+@pytest.mark.timeout(300)
 def test_build_by_two_processes_at_once_succeeds_in_both(tmp_path: Path) -> None:
     code = f"from pathlib import Path; from replicas.native.build import load_native_library as f; f(Path({str(tmp_path)!r}))"
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
-    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    with subprocess.Popen([sys.executable, "-c", code]) as one, subprocess.Popen([sys.executable, "-c", code]) as two:
+        assert [one.wait(), two.wait()] == [0, 0]
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".sha256", ".so"]
 
 

@@ -96,8 +96,10 @@ def test_queueing_prices_prefill_by_utilization() -> None:
 
 def test_deadline_that_would_be_missed_costs_more() -> None:
     request = replace(REQUEST, deadline_s=100.2)
-    (only,) = score(request, REPLICA, now_s=100.0, overdue=3.0)
-    assert dict(only.terms)["overdue"] == pytest.approx(3.0 * 0.12)
+    (only,) = score(request, REPLICA, now_s=100.0, overdue=3.0, miss_s=5.0)
+    assert dict(only.terms)["overdue"] == pytest.approx(5.0 + 3.0 * 0.12)
+    (in_time,) = score(request, REPLICA, now_s=99.8, overdue=3.0, miss_s=5.0)
+    assert dict(in_time.terms)["overdue"] == 0
 
 
 def test_ties_go_by_prefix_not_by_order_and_keep_to_it() -> None:

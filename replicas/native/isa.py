@@ -1,0 +1,36 @@
+"""Which instruction set the kernels are built for, chosen when the process starts on its machine."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """A variant of the kernels: what the compiler is told, and the CPU flags that it takes to run."""
+
+    name: str
+    compiler_flags: tuple[str, ...]
+    cpu_flags: frozenset[str]
+
+
+PLAIN = InstructionSet("plain", (), frozenset())
+"""The architecture's baseline: SSE2 on x86-64, NEON on 64-bit ARM."""
+AVX2 = InstructionSet("avx2", ("-march=x86-64-v3",), frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}))
+AVX512 = InstructionSet("avx512", ("-march=x86-64-v4",), AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+BEST_FIRST = (AVX512, AVX2, PLAIN)
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """The flags of this machine's CPU as Linux names them; none where they cannot be read or on another architecture."""
+    if platform.machine() not in ("x86_64", "AMD64") or not cpuinfo.exists():
+        return frozenset()
+    lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    return frozenset(next(lines, "").partition(":")[2].split())
+
+
+def runnable(flags: frozenset[str]) -> list[InstructionSet]:
+    """The variants that a CPU with these flags can run, best first."""
+    return [isa for isa in BEST_FIRST if isa.cpu_flags <= flags]

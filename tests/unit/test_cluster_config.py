@@ -1,0 +1,99 @@
+"""Args of the Serve config: what they become, and the one line that a wrong one gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.config import ConfigError, ModelConfig, read_config, read_environment
+from cluster.gateway_config import GatewayConfig
+from cluster.limits import RequestLimits
+from replicas.engine_config import EngineConfig
+from router.config import RouterConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_args_with_one_model_take_every_default() -> None:
+    config = read_config({"models": [{"name": "a"}]})
+    assert config.models == (ModelConfig(name="a"),)
+    assert config.models[0].engine == EngineConfig()
+    assert config.router == RouterConfig()
+    assert config.gateway == GatewayConfig()
+
+
+def test_args_reach_the_frozen_classes() -> None:
+    config = read_config(
+        {
+            "models": [{"name": "a", "num_replicas": 3, "engine": {"dtype": "float32", "max_num_seqs": 7}}],
+            "router": {"policy": "least_loaded", "orders": ["fcfs"], "tenant_weights": {"acme": 2}},
+            "gateway": {"limits": {"max_n": 3}, "failover": {"max_attempts": 5}},
+        }
+    )
+    assert config.models[0].num_replicas == 3
+    assert config.models[0].engine == EngineConfig(dtype="float32", max_num_seqs=7)
+    assert config.router.orders == ("fcfs",)
+    assert config.router.tenant_weights == {"acme": 2.0}
+    assert config.gateway.limits == RequestLimits(max_n=3)
+    assert config.gateway.failover.max_attempts == 5
+
+
+def test_shipped_config_is_valid() -> None:
+    shipped = yaml.safe_load((ROOT / "ray_config.yaml").read_text())
+    config = read_config(shipped["applications"][0]["args"])
+    assert [model.name for model in config.models] == ["smollm2-135m-instruct"]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({}, "args: models: missing"),
+        ({"models": []}, "args: models must name at least one model"),
+        ({"models": [{"name": "a"}, {"name": "a"}]}, "args: models must have different names, got a, a"),
+        ({"model": [{"name": "a"}]}, "args: model: unknown key; did you mean 'models'?"),
+        ({"models": [{"nam": "a"}]}, "args: models[0].nam: unknown key; did you mean 'name'?"),
+        (
+            {"models": [{"name": "a", "engine": {"max_num_seq": 4}}]},
+            "args: models[0].engine.max_num_seq: unknown key; did you mean 'max_num_seqs'?",
+        ),
+        ({"models": [{"name": "a", "engine": {"zzz": 4}}]}, "args: models[0].engine.zzz: unknown key; known keys are model, dtype"),
+        (
+            {"models": [{"name": "a"}], "gateway": {"limits": {"max_m": 4}}},
+            "args: gateway.limits.max_m: unknown key; did you mean 'max_n'?",
+        ),
+        ({"models": [{"name": "a", "engine": {"dtype": "int3"}}]}, "args: models[0].engine.dtype: input should be 'auto'"),
+        ({"models": [{"name": "a", "num_replicas": 0}]}, "args: models[0].num_replicas must be at least 1, got 0"),
+        ({"models": [{"name": "a", "num_replicas": "many"}]}, "args: models[0].num_replicas: input should be a valid integer"),
+        ({"models": [{"name": "a", "engine": {"block_size": 0}}]}, "args: models[0].engine.block_size must be at least 1, got 0"),
+        ({"models": [{"name": "../a"}]}, "args: models[0].name must be letters, digits"),
+        ({"models": [{"name": "a"}], "router": {"policy": "best"}}, "args: router.policy: input should be 'scoring'"),
+        ({"models": [{"name": "a"}], "router": {"aging_s": 0}}, "args: router.aging_s must be above 0, got 0"),
+        ({"models": [{"name": "a"}], "gateway": {"limits": {"max_n": 0}}}, "args: gateway.limits.max_n must be at least 1, got 0"),
+        (
+            {"models": [{"name": "a", "engine": {"model": "/no/such"}}]},
+            "args: models[0].engine.model: folder /no/such does not exist; give",
+        ),
+        ({"models": [{"name": "a", "engine": {"model": "x y z"}}]}, "args: models[0].engine.model: folder x y z does not exist; give"),
+    ],
+)
+def test_wrong_args_get_one_line_that_names_the_key(args: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_config(args)
+    assert str(error.value).startswith(line)
+    assert "\n" not in str(error.value)
+
+
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_config({"models": [{"name": "a", "engine": {"model": str(tmp_path)}}]})
+
+
+def test_environment_defaults_and_overrides(tmp_path: Path) -> None:
+    assert read_environment({}).log_level == "INFO"
+    read = read_environment({"MANTA_LOG_LEVEL": "debug", "MANTA_STATE_DIR": str(tmp_path)})
+    assert (read.log_level, read.state_dir) == ("DEBUG", tmp_path)
+    with pytest.raises(ConfigError, match="MANTA_LOG_LEVEL must be one of"):
+        read_environment({"MANTA_LOG_LEVEL": "LOUD"})

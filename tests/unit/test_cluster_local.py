@@ -1,0 +1,131 @@
+"""The local launcher's checks: each failure is one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.local.launcher import check_applications, read_serve_config, success_message
+from cluster.local.preflight import LaunchError, check_disk, check_http_port, check_no_other_ray, is_listening
+from cluster.local.ray_head import RayHead
+from cluster.local.serve_rest import DeployProgress, auth_headers, explain_failure
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def config_file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_taken_port_names_its_owner_and_another_port(taken_port: int) -> None:
+    with pytest.raises(LaunchError, match=rf"port {taken_port} is taken by .*pid {os.getpid()}.*make serve PORT={taken_port + 1}"):
+        check_http_port(taken_port, ())
+
+
+def test_port_taken_by_ourselves_is_fine(taken_port: int) -> None:
+    check_http_port(taken_port, {os.getpid()})
+
+
+def test_free_port_is_fine() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert not is_listening(port)
+    check_http_port(port, ())
+
+
+def test_other_ray_names_both_ways_out(taken_port: int) -> None:
+    with pytest.raises(LaunchError, match=r"ray stop.*serve deploy ray_config\.yaml"):
+        check_no_other_ray((taken_port,), ())
+
+
+def test_full_disk_names_what_to_free(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="MANTA_STATE_DIR"):
+        check_disk(tmp_path / "not" / "made" / "yet", needed_bytes=10**18)
+    check_disk(tmp_path, needed_bytes=1)
+
+
+def test_port_argument_wins_over_the_file(tmp_path: Path) -> None:
+    path = config_file(tmp_path, "http_options: {port: 9000}\napplications: []")
+    assert read_serve_config(path, None)["http_options"]["port"] == 9000
+    assert read_serve_config(path, 8001)["http_options"]["port"] == 8001
+    assert read_serve_config(config_file(tmp_path, "applications: []"), None)["http_options"]["port"] == 8000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "cannot be read"),
+        ("just text", "is not a Serve config"),
+        ("applications: {}", "is not a Serve config"),
+        ("http_options: 5\napplications: []", "http_options must be a mapping"),
+        ("http_options: {port: 99999}\napplications: []", r"http_options\.port must be from 1 to 65535"),
+    ],
+)
+def test_unusable_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message) as error:
+        read_serve_config(config_file(tmp_path, text), None)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="does not exist"):
+        read_serve_config(tmp_path / "none.yaml", None)
+
+
+def test_only_our_own_applications_are_checked() -> None:
+    other = {"name": "x", "import_path": "other:app", "args": {"anything": 1}}
+    ours = {"name": "y", "import_path": "cluster.app:build", "args": {"models": [{"name": "a"}]}}
+    assert [model.name for cluster in check_applications({"applications": [other, ours]}) for model in cluster.models] == ["a"]
+    with pytest.raises(LaunchError, match="unknown key"):
+        check_applications({"applications": [{**ours, "args": {"modells": []}}]})
+
+
+def test_printed_curl_holds_valid_json() -> None:
+    command = next(line for line in success_message(8001, "it's").splitlines() if line.startswith("curl "))
+    assert json.loads(shlex.split(command)[-1])["model"] == "it's"
+
+
+def test_failure_shows_the_deepest_cause_first() -> None:
+    trace = "Traceback (most recent call last):\n  File x\nray::X.init() (pid=1)\nRuntimeError: outer\nValueError: raise kv_cache_bytes\n"
+    progress = DeployProgress(statuses={"manta": "DEPLOY_FAILED"}, replicas={}, failures={"manta": "failed", "replica-a": trace})
+    assert progress.has_failed
+    assert explain_failure(progress).splitlines()[0] == "raise kv_cache_bytes"
+    assert trace.strip() in explain_failure(progress)
+
+
+def test_failure_without_an_error_line_shows_everything() -> None:
+    progress = DeployProgress(statuses={"a": "DEPLOY_FAILED"}, replicas={}, failures={"a": "no such import path"})
+    assert "no such import path" in explain_failure(progress)
+
+
+def test_token_comes_from_variable_then_file(tmp_path: Path) -> None:
+    assert auth_headers({}, tmp_path) == {}
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("filed\n")
+    assert auth_headers({}, tmp_path) == {"Authorization": "Bearer filed"}
+    assert auth_headers({"RAY_AUTH_TOKEN": "given"}, tmp_path) == {"Authorization": "Bearer given"}
+
+
+def test_remembered_pid_of_another_process_is_never_touched(tmp_path: Path) -> None:
+    head = RayHead(tmp_path, {})
+    assert not head.stop()
+    (tmp_path / "ray.json").write_text(json.dumps({"pid": os.getpid(), "create_time": 1.0}))
+    assert head.pids() == set()
+    assert not head.stop()
+    (tmp_path / "ray.json").write_text("{cut off")
+    assert not head.is_running

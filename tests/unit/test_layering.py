@@ -1,0 +1,142 @@
+"""Imports follow the request: cluster -> router -> replicas -> kvcache. Ray, torch and FastAPI stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = ("cluster", "router", "replicas", "kvcache")
+
+# In these, torch may be imported at module level; everything else must run with torch blocked.
+TORCH_MODULES = frozenset(
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    for folder in ("replicas", "kvcache")
+    for path in (ROOT / folder).rglob("*.py")
+    if any(line.startswith(("import torch", "from torch")) for line in path.read_text().splitlines())
+)
+TORCH_FREE_PREFIXES = ("cluster", "router", "replicas.text")
+TORCH_FREE_MODULES = (
+    "kvcache.block_pool",
+    "kvcache.events",
+    "kvcache.hashing",
+    "kvcache.prefix_cache",
+    "replicas.async_engine",
+    "replicas.default_model",
+    "replicas.engine_config",
+    "replicas.engine_metrics",
+    "replicas.logs",
+    "replicas.model_description",
+    "replicas.reporter",
+    "replicas.request",
+    "replicas.request_state",
+    "replicas.sampling_params",
+    "replicas.scheduler",
+    "replicas.stats",
+    "replicas.step_plan",
+    "replicas.step_statistics",
+)
+RAY_MODULES = ("cluster", "router.deployment", "replicas.deployment")
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, of every module of the four packages."""
+    found = {}
+    for layer in LAYERS:
+        for path in (ROOT / layer).rglob("*.py"):
+            name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that the file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{path}: imports are absolute"
+            names.add(node.module)
+    return names
+
+
+def is_under(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_imports_only_itself_and_the_layers_below(layer: str) -> None:
+    above = LAYERS[: LAYERS.index(layer)]
+    wrong = {
+        name: back
+        for name, path in modules().items()
+        if is_under(name, (layer,)) and (back := [i for i in imports_of(path) if is_under(i, above)])
+    }
+    assert wrong == {}
+
+
+def test_ray_is_imported_only_by_cluster_and_deployment_shells() -> None:
+    wrong = [
+        name for name, path in modules().items() if any(is_under(i, ("ray",)) for i in imports_of(path)) and not is_under(name, RAY_MODULES)
+    ]
+    assert wrong == []
+
+
+def test_web_frameworks_are_imported_only_by_cluster() -> None:
+    frameworks = ("fastapi", "starlette", "uvicorn")
+    wrong = [
+        name
+        for name, path in modules().items()
+        if any(is_under(i, frameworks) for i in imports_of(path)) and not is_under(name, ("cluster",))
+    ]
+    assert wrong == []
+
+
+def test_torch_is_never_imported_by_gateway_router_and_text() -> None:
+    wrong = [
+        name
+        for name, path in modules().items()
+        if is_under(name, TORCH_FREE_PREFIXES) and any(is_under(i, ("torch",)) for i in imports_of(path))
+    ]
+    assert wrong == []
+
+
+def import_all(names: list[str], blocked: str) -> subprocess.CompletedProcess[str]:
+    """Imports `names` in a fresh process in which importing `blocked` fails."""
+    program = (
+        "import importlib, sys\n"
+        f"sys.modules[{blocked!r}] = None\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "leaked = sorted(m for m in sys.modules if (m == sys.argv[1] or m.startswith(sys.argv[1] + '.')) and sys.modules[m] is not None)\n"
+        "assert leaked == [], leaked\n"
+    )
+    return subprocess.run([sys.executable, "-c", program, blocked], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.slow
+def test_torch_free_modules_import_with_torch_blocked() -> None:
+    names = [*TORCH_FREE_MODULES, *(name for name in modules() if is_under(name, TORCH_FREE_PREFIXES) and not name.endswith("__main__"))]
+    result = import_all(sorted(names), "torch")
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_engine_and_bookkeeping_import_with_ray_blocked() -> None:
+    names = [name for name in modules() if not is_under(name, RAY_MODULES) and not name.endswith("__main__")]
+    result = import_all(sorted(names), "ray")
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_torch_stays_out_of_what_the_gateway_shares_with_the_engine() -> None:
+    assert TORCH_MODULES & set(TORCH_FREE_MODULES) == set()
+
+
+def test_http_application_imports_with_ray_blocked() -> None:
+    result = import_all(["cluster.http_app"], "ray")
+    assert result.returncode == 0, result.stderr[-2000:]

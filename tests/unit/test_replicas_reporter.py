@@ -1,0 +1,112 @@
+"""Reports to the router: events once each and in order, again after a failure, the full state when asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvcache.events import BlockStored
+from replicas.async_engine import KVChanges
+from replicas.reporter import ReplicaIdentity, Reporter, report_interval_s
+from replicas.stats import ReplicaReport, ReplicaStats, ReportReply
+
+
+class _Engine:
+    """Numbered events, as AsyncEngine gives them."""
+
+    epoch = 7
+
+    def __init__(self) -> None:
+        self.events: list[BlockStored] = []
+
+    def stats(self) -> ReplicaStats:
+        return ReplicaStats(num_running=len(self.events))
+
+    async def kv_changes(self, since: int | None) -> KVChanges:
+        if since is None:
+            return KVChanges(first_event=len(self.events), events=tuple(self.events), is_full_state=True)
+        return KVChanges(first_event=since, events=tuple(self.events[since:]), is_full_state=False)
+
+    def store(self, name: str) -> BlockStored:
+        self.events.append(BlockStored(key=name.encode(), parent=b""))
+        return self.events[-1]
+
+
+class _Router:
+    def __init__(self) -> None:
+        self.reports: list[ReplicaReport] = []
+        self.reply = ReportReply()
+        self.is_down = False
+
+    async def push(self, report: ReplicaReport) -> ReportReply:
+        if self.is_down:
+            raise ConnectionError("no router")
+        self.reports.append(report)
+        return self.reply
+
+
+@pytest.fixture
+def engine() -> _Engine:
+    return _Engine()
+
+
+@pytest.fixture
+def router() -> _Router:
+    return _Router()
+
+
+@pytest.fixture
+def reporter(engine: _Engine, router: _Router) -> Reporter:
+    identity = ReplicaIdentity(replica_id="r", model="m", block_size=16, max_num_seqs=4)
+    return Reporter(identity, engine, router.push, interval_s=0.001)  # type: ignore[arg-type]
+
+
+async def test_first_report_is_the_full_state_then_changes_follow(reporter: Reporter, engine: _Engine, router: _Router) -> None:
+    first = engine.store("a")
+    assert await reporter.report_once()
+    second = engine.store("b")
+    await reporter.report_once()
+    await reporter.report_once()
+    assert [(report.is_full_state, report.first_event, report.events) for report in router.reports] == [
+        (True, 1, (first,)),
+        (False, 1, (second,)),
+        (False, 2, ()),
+    ]
+    assert router.reports[0].epoch == 7
+
+
+async def test_events_of_a_lost_report_are_sent_again(reporter: Reporter, engine: _Engine, router: _Router) -> None:
+    await reporter.report_once()
+    event = engine.store("a")
+    router.is_down = True
+    assert not await reporter.report_once()
+    router.is_down = False
+    await reporter.report_once()
+    assert router.reports[-1].events == (event,)
+
+
+async def test_resync_makes_the_next_report_a_full_state(reporter: Reporter, engine: _Engine, router: _Router) -> None:
+    event = engine.store("a")
+    router.reply = ReportReply(resync=True)
+    await reporter.report_once()
+    await reporter.report_once()
+    assert [report.is_full_state for report in router.reports] == [True, True]
+    assert router.reports[1].events == (event,)
+
+
+async def test_idle_replica_is_quiet_and_a_busy_one_reports_at_once(reporter: Reporter, engine: _Engine, router: _Router) -> None:
+    task = asyncio.create_task(reporter.run())
+    await asyncio.sleep(0.05)
+    assert len(router.reports) == 1
+    engine.store("a")
+    await asyncio.sleep(0.05)
+    assert len(router.reports) == 2
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("num_replicas", "interval_s"), [(1, 0.05), (15, 0.05), (30, 0.1), (300, 1.0), (3000, 10.0)])
+def test_interval_keeps_all_reports_under_300_a_second(num_replicas: int, interval_s: float) -> None:
+    assert report_interval_s(num_replicas) == pytest.approx(interval_s)
+    assert num_replicas / report_interval_s(num_replicas) <= 300.0001

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp
+
+import pytest
+
+from replicas.stats import ReplicaReport, ReplicaStats
+from router.bookings import Booking
+from router.preview import CandidatePreview
+from router.rates import Rates
+from router.replica_state import ReplicaState
+from router.snapshot import RECENT_WORK_S, RoutingRequest
+
+RATES = Rates(prefill_tokens_per_s=1_000.0, decode_step_s=0.01)
+
+
+def report(replica_id: str = "r0", **stats: float) -> ReplicaReport:
+    fields = {"num_blocks": 1_000, "num_free_blocks": 1_000} | stats
+    return ReplicaReport(
+        replica_id=replica_id,
+        model="m",
+        epoch=1,
+        stats=ReplicaStats(**fields),  # type: ignore[arg-type]
+        block_size=16,
+        max_num_seqs=4,
+        first_event=0,
+    )
+
+
+def state(replica_id: str = "r0", now_s: float = 0.0, **stats: float) -> ReplicaState:
+    return ReplicaState(report(replica_id, **stats), now_s, RATES)
+
+
+def booking(name: str, tokens: int = 500, *, choices: int = 1, at_s: float = 0.0) -> Booking:
+    request = RoutingRequest(request_id=name, model="m", num_prompt_tokens=tokens, max_tokens=10, num_choices=choices)
+    return Booking(
+        request=request,
+        replica_id="r0",
+        epoch=1,
+        booked_s=at_s,
+        num_uncached_tokens=tokens,
+        num_context_tokens=tokens + 10,
+        num_charged_tokens=10,
+    )
+
+
+def test_bookings_start_one_after_the_other_at_the_prefill_rate() -> None:
+    replica = state(num_uncomputed_tokens=1_000)
+    first, second = booking("a"), booking("b")
+    replica.book(first, 0.0)
+    replica.book(second, 0.2)
+    assert (first.start_s, second.start_s) == pytest.approx((1.0, 1.5))
+    assert replica.num_waiting(0.5) == 2
+    assert replica.num_waiting(1.2) == 1
+    assert replica.next_start_s(1.2) == pytest.approx(1.5)
+    assert replica.num_waiting(1.6) == 0
+    assert replica.wait_s(1.2) == pytest.approx(0.8)
+
+
+def test_report_moves_the_predicted_starts() -> None:
+    replica = state()
+    replica.book(booking("a", 1_000), 0.0)
+    late = booking("b", 1_000)
+    replica.book(late, 0.0)
+    assert late.start_s == pytest.approx(1.0)
+    replica.apply_report(report(num_running=1, num_uncomputed_tokens=3_000, num_steps=1), 0.5, RATES)
+    assert late.start_s == pytest.approx(3.5)
+    assert replica.num_unseen == 1
+
+
+def test_reported_waiting_requests_are_taken_to_start_as_prefill_goes_on() -> None:
+    replica = state(num_waiting=4, num_uncomputed_tokens=4_000)
+    assert [replica.num_waiting(now_s) for now_s in (0.0, 1.5, 3.5, 4.5)] == [4, 3, 1, 0]
+
+
+def test_full_slots_make_everything_beyond_them_wait() -> None:
+    replica = state(num_running=3)
+    for name in "abc":
+        replica.book(booking(name, 1), 0.0)
+    assert replica.num_waiting(10.0) == 2, "one slot for three"
+
+
+def test_blocks_that_cannot_be_had_make_bookings_wait() -> None:
+    replica = state(num_free_blocks=40)
+    replica.book(booking("a", 500), 0.0)
+    assert replica.num_waiting(0.0) == 0
+    replica.book(booking("b", 500), 0.0)
+    assert replica.num_waiting(0.0) >= 1
+
+
+def test_release_of_a_seen_booking_frees_its_slot_before_the_next_report() -> None:
+    replica = state(num_running=3)
+    one = booking("a", 1)
+    replica.book(one, 0.0)
+    replica.apply_report(report(num_running=4, num_steps=1), 0.1, RATES)
+    replica.book(booking("b", 1, at_s=0.2), 0.2)
+    assert replica.num_waiting(1.0) == 1
+    replica.release(one)
+    assert replica.num_waiting(1.0) == 0
+    assert replica.snapshot(1.0, 0, 0).stats.num_running == 3
+
+
+def test_choices_are_seen_one_by_one() -> None:
+    replica = state()
+    replica.book(booking("a", 100, choices=3), 0.0)
+    snapshot = replica.snapshot(0.0, 0, 0)
+    assert (snapshot.num_booked_requests, snapshot.num_booked_prefill_tokens, snapshot.num_booked_context_tokens) == (3, 100, 110)
+    replica.apply_report(report(num_running=1, num_steps=1), 0.1, RATES)
+    snapshot = replica.snapshot(0.2, 0, 0)
+    assert (snapshot.num_booked_requests, snapshot.num_booked_prefill_tokens) == (2, 100)
+    replica.apply_report(report(num_running=3, num_steps=2), 0.2, RATES)
+    snapshot = replica.snapshot(0.3, 0, 0)
+    assert (snapshot.num_booked_requests, snapshot.num_booked_prefill_tokens, snapshot.num_booked_context_tokens) == (0, 0, 0)
+
+
+def test_expire_drops_only_what_newer_reports_do_not_show() -> None:
+    replica = state()
+    lost = booking("lost", at_s=0.0)
+    replica.book(lost, 0.0)
+    assert replica.expire(100.0, 10.0) == []
+    replica.apply_report(report(num_steps=1), 11.0, RATES)
+    assert replica.expire(11.0, 10.0) == [lost]
+    assert replica.num_unseen == 0
+
+
+def test_recent_work_is_utilization_times_the_window_from_the_start_on() -> None:
+    replica = state()
+    for second in range(600):
+        replica.book(booking(str(second), 250), float(second))  # a quarter of each second
+        if second in (60, 300, 599):
+            assert replica.recent_work_s(second) / RECENT_WORK_S == pytest.approx(0.25, rel=0.05)
+    later_s = 599 + RECENT_WORK_S
+    assert replica.recent_work_s(later_s) == pytest.approx(replica.recent_work_s(599) * exp(-1), rel=0.15)
+
+
+def test_snapshot_with_a_match_is_its_own() -> None:
+    replica = state()
+    plain = replica.snapshot(0.0, 0, 0)
+    assert replica.snapshot(0.05, 0, 0) is plain
+    assert replica.snapshot(0.05, 3, 0) == replace(plain, num_cached_blocks=3, num_pending_blocks=3, report_age_s=0.05)
+    assert replica.snapshot(0.5, 0, 0).report_age_s == 0.5
+
+
+def test_preview_ranks_by_queue_and_prefix_and_ignores_what_all_share() -> None:
+    states = [state(f"r{number}", num_uncomputed_tokens=1_000 * number) for number in range(6)]
+    preview = CandidatePreview(states)
+    everybody = {f"r{number}": 100 for number in range(6)}
+    assert [found.replica_id for found in preview.best(2, 0.0, everybody, {})] == ["r0", "r1"]
+    # 400 blocks more on r5 are 6.4 s of prefill, more than its 5 s of queue
+    assert [found.replica_id for found in preview.best(2, 0.0, everybody | {"r5": 500}, {})] == ["r0", "r5"]
+    assert [found.replica_id for found in preview.best(2, 0.0, {}, {"r5": 400})] == ["r0", "r5"]
+    assert [found.replica_id for found in preview.best(2, 0.0, {}, {}, frozenset({"r0"}))] == ["r1", "r2"]
+    states[0].book(booking("a", 9_000), 0.0)
+    preview.update(states[0])
+    assert [found.replica_id for found in preview.best(2, 0.0, {}, {})] == ["r1", "r2"]
