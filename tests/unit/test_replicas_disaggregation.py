@@ -1,5 +1,6 @@
 """Prefill on one engine and decode on another: the same tokens as one engine's, whatever goes wrong between the two."""
 
+import asyncio
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,12 +12,15 @@ import pytest
 from kvcache.block_pool import BlockPool
 from kvcache.ownership import KVOwnership, TransferRef
 from kvcache.transfer.link import LinkLost
+from replicas.async_engine import AsyncEngine
 from replicas.disaggregated import DisaggregatedEngine
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
+from replicas.engine_loader import load_engine
+from replicas.handoff_wiring import InProcessWiring
 from replicas.handoffs import Handoffs
 from replicas.llm import LLM
-from replicas.request import FinishReason, RequestRejected
+from replicas.request import FinishReason, GenerationRequest, RequestRejected
 from replicas.sampling_params import SamplingParams
 from replicas.scheduler import Scheduler
 from tests.engine_harness import Generated, requests_for, run
@@ -262,6 +266,7 @@ def test_no_request_reads_a_freed_block_under_random_operations(
     running: dict[Any, int] = {}  # key -> which prompt
     said: dict[Any, list[int]] = {}
     num_ended = 0
+    poisoned: list[set[int]] = [set(), set()]
     for number in range(5_000):
         draw = chance.random()
         if draw < 0.12 and len(running) < 8:
@@ -287,21 +292,26 @@ def test_no_request_reads_a_freed_block_under_random_operations(
                     assert len(tokens) == NUM_OUTPUT or item.finish_reason is FinishReason.CANCELLED
                     num_ended += item.finish_reason is FinishReason.LENGTH
             pair.check()
-        _poison(pair)
+        _poison(pair, poisoned)
     for key in list(running):
         pair.cancel(key)
     while pair.has_work:
         pair.step()
-        _poison(pair)
+        _poison(pair, poisoned)
     assert num_ended > 200
     assert pair.decode.handoffs.counters.num_loaded > 100
     assert pair.decode.handoffs.counters.num_recomputed > 10
     _assert_nothing_is_held(pair)
 
 
-def _poison(pair: CheckedPair) -> None:
-    for engine in (pair.prefill, pair.decode):
-        engine.handoffs.source.kv.fill(engine.scheduler.pool._blank, float("nan"))
+def _poison(pair: CheckedPair, poisoned: list[set[int]]) -> None:
+    """Fills what became free since the last call; `poisoned` keeps what is free already, of each engine."""
+    for engine, known in zip((pair.prefill, pair.decode), poisoned, strict=True):
+        free = set(engine.scheduler.pool._blank)
+        if fresh := free - known:
+            engine.handoffs.source.kv.fill(sorted(fresh), float("nan"))
+        known.clear()
+        known.update(free)
 
 
 def test_unified_engine_refuses_to_hand_over_by_name(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -323,3 +333,28 @@ def test_llm_in_mode_disaggregated_equals_unified(
     with LLM.from_engine(engine, default_tokenizer) as llm:
         outputs = llm.generate(prompts[:5], GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected[:5]
+
+
+async def test_roles_on_threads_of_their_own_hand_over_and_stay_healthy(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    wiring = InProcessWiring()
+    prefill = AsyncEngine(lambda: load_engine(_config(folder, role="prefill"), wiring))
+    decode = AsyncEngine(lambda: load_engine(_config(folder, role="decode"), wiring))
+    await prefill.start()
+    await decode.start()
+
+    async def answer(request: GenerationRequest) -> list[int]:
+        first = [progress async for progress in prefill.generate(replace(request, wants_handoff=True))]
+        (handoff,) = [progress.handoff for progress in first if progress.handoff is not None]
+        tokens = [token for progress in first for token in progress.token_ids]
+        assert first[-1].finish_reason is FinishReason.HANDOFF
+        rest = [progress async for progress in decode.generate(replace(request, handoff=handoff, output_ids=tuple(tokens)))]
+        return tokens + [token for progress in rest for token in progress.token_ids]
+
+    requests = requests_for(prompts[:6], GREEDY)
+    assert list(await asyncio.gather(*map(answer, requests))) == expected[:6]
+    prefill.check_health()
+    decode.check_health()
+    await decode.shutdown()
+    await prefill.shutdown()
