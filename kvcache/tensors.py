@@ -29,6 +29,8 @@ class KVTensors:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer index -> K, V
         for group in groups:
             for layer in group.layers:

@@ -86,7 +86,12 @@ class _Stream:
 
 def merge_progress(earlier: RequestProgress, later: RequestProgress) -> RequestProgress:
     """One message with the tokens of both, in order, and the later one's ending."""
-    return replace(later, token_ids=earlier.token_ids + later.token_ids, logprobs=earlier.logprobs + later.logprobs)
+    return replace(
+        later,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=earlier.logprobs + later.logprobs,
+        handoff=earlier.handoff or later.handoff,
+    )
 
 
 class AsyncEngine:

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from replicas.async_engine import KVChanges
+from replicas.async_engine import KVChanges, merge_progress
 from replicas.engine_config import EngineConfig
+from replicas.handoffs import Handoffs
 from replicas.model_description import ModelDescription
 from replicas.model_runner import ModelRunner
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
@@ -42,9 +43,12 @@ class Engine:
         description: ModelDescription,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
+        handoffs: Handoffs | None = None,
     ) -> None:
+        """`handoffs` lets it exchange KV with other engines; every engine computes prefills and decodes alike."""
         self.description = description
         self.scheduler = scheduler
+        self.handoffs = handoffs
         self._runner = runner
         self._sampler = sampler
         self._device = device
@@ -66,7 +70,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or (self.handoffs is not None and self.handoffs.has_work)
 
     def add_request(self, request: GenerationRequest) -> None:
         """Accepts a request for the next steps. Raises RequestRejected when it can never be served here."""
@@ -83,7 +87,11 @@ class Engine:
                 raise RequestRejected(f"{name} holds {bad}; token ids are from 0 to {vocab_size - 1}")
         if request.adapter_id is not None:
             raise RequestRejected(f"adapter_id is {request.adapter_id!r}, but this engine has no adapters")
-        self.scheduler.add(request)
+        if request.wants_handoff and self.handoffs is None:
+            raise RequestRejected("wants_handoff is set, but this engine hands nothing over: its role is unified")
+        state = self.scheduler.add(request)
+        if request.handoff is not None and self.handoffs is not None:
+            self.handoffs.start_pull(state)
         self._sampling[request.key] = SamplingState(
             request.params,
             request.seed,
@@ -94,25 +102,36 @@ class Engine:
         )
 
     def cancel(self, key: RequestKey) -> bool:
-        """Frees the request's blocks at once; the next step reports it as cancelled. False when it already ended."""
+        """Frees the request's blocks at once; the next step reports it as cancelled. False when it already ended; what it
+        left for another engine is taken back all the same."""
         is_cancelled = self.scheduler.cancel(key)
         if is_cancelled:
             del self._sampling[key]
+        if self.handoffs is not None:
+            self.handoffs.drop(key)
         return is_cancelled
 
-    def step(self) -> StepOutput:
+    def step(self, *, may_wait: bool = True) -> StepOutput:
         """Computes one budget of tokens. A step that fails takes its own requests with it and no others.
 
-        Raises RuntimeError once MAX_FAILED_STEPS steps in a row have failed: a broken device must not go on attracting work.
+        With nothing to compute it waits a little for transfers under way, unless `may_wait` is False. Raises RuntimeError
+        once MAX_FAILED_STEPS steps in a row have failed: a broken device must not go on attracting work.
         """
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise RuntimeError(f"the last {self._num_failed_steps} steps failed; the log has the reasons")
         start_s = self._clock()
+        loaded = self._collect_loads()
         plan = self.scheduler.schedule()
+        if self.handoffs is not None:
+            self.handoffs.reserve()
         if not plan.chunks:
-            output = StepOutput(progress=tuple(self.scheduler.take_ended()), num_preemptions=plan.num_preemptions)
+            progress = self.scheduler.take_ended()
+            if not progress and not loaded and self.handoffs is not None and may_wait:
+                self.handoffs.wait()
+            output = StepOutput(progress=_merged(loaded, progress), num_preemptions=plan.num_preemptions)
             self._statistics.add(output)
             return output
+        offers: list[RequestProgress] = []
         try:
             sampled = self._run(plan)
         except (RuntimeError, MemoryError) as error:  # what torch raises for a failed kernel or no memory
@@ -124,12 +143,16 @@ class Engine:
             raise
         else:
             self._num_failed_steps = 0
+            if self.handoffs is not None:
+                offers = self.handoffs.note_step(plan)
             progress = self.scheduler.update(plan, [[token_id] for token_id in sampled.token_ids], sampled.errors)
             progress = self._with_logprobs(plan, sampled, progress)
         self._follow(progress)
+        if self.handoffs is not None:
+            self.handoffs.note_progress(progress)
         num_prefill = plan.num_prefill_tokens
         output = StepOutput(
-            progress=tuple(progress),
+            progress=_merged(loaded, offers, progress),
             num_prefill_tokens=num_prefill,
             num_decode_tokens=plan.num_tokens - num_prefill,
             num_preemptions=plan.num_preemptions,
@@ -146,7 +169,7 @@ class Engine:
             self._statistics.snapshot(),
             num_running=len(running),
             num_waiting=len(waiting),
-            num_uncomputed_tokens=sum(s.num_uncomputed_tokens for s in running if not s.is_decoding)
+            num_uncomputed_tokens=sum(s.num_uncomputed_tokens for s in running if not (s.is_decoding or s.is_loading))
             + sum(s.num_uncomputed_tokens for s in waiting),
             num_context_tokens=sum(s.num_computed_tokens for s in running),
             num_blocks=pool.num_blocks,
@@ -161,10 +184,28 @@ class Engine:
             return KVChanges(first_event=since, events=events, is_full_state=False)
         return KVChanges(first_event=log.next_number, events=self.scheduler.pool.stored_blocks(), is_full_state=True)
 
+    def check(self) -> None:
+        """Raises AssertionError when an invariant of blocks or requests does not hold."""
+        if self.handoffs is None:
+            self.scheduler.check()
+            return
+        self.handoffs.ownership.check()
+        self.scheduler.check(self.handoffs.ownership.tables())
+
     def close(self) -> None:
         """Ends all requests without reporting them; the engine cannot be used again."""
         for key in list(self._sampling):
             self.cancel(key)
+        if self.handoffs is not None:
+            self.handoffs.close()
+
+    def _collect_loads(self) -> list[RequestProgress]:
+        """Requests whose KV has come from another replica may go on from here."""
+        if self.handoffs is None:
+            return []
+        progress = self.handoffs.collect()
+        self._follow(progress)
+        return progress
 
     def _run(self, plan: StepPlan) -> SampledTokens:
         step = StepTensors.of(plan, self.description.block_size, self._device)
@@ -189,3 +230,18 @@ class Engine:
             else:
                 for token_id in item.token_ids:
                     state.append(token_id)
+
+
+def _merged(*parts: list[RequestProgress]) -> tuple[RequestProgress, ...]:
+    """What belongs to one request as one progress; in the order in which they first came."""
+    merged: list[RequestProgress] = []
+    places: dict[tuple[RequestKey, int], int] = {}
+    for item in (item for part in parts for item in part):
+        name = (item.key, item.attempt)
+        place = places.get(name)
+        if place is not None and merged[place].finish_reason is None:
+            merged[place] = merge_progress(merged[place], item)
+        else:
+            places[name] = len(merged)
+            merged.append(item)
+    return tuple(merged)

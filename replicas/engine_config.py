@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Role = Literal["unified", "prefill", "decode"]
 Runner = Literal["auto", "native", "transformers"]
 
 
@@ -51,6 +52,12 @@ class EngineConfig:
     """Torch threads; None takes the cores this process may use."""
     trust_remote_code: bool = False
     weights_version: str = ""
+    role: Role = "unified"
+    """prefill and decode can hand KV to each other, and still do each other's work; unified computes all of its own."""
+    kv_lease_s: float = 30.0
+    """How long KV waits for a decode replica that says nothing, before its blocks are taken back."""
+    transfer_host: str = "127.0.0.1"
+    """Address on which the replica's transfer server listens, and under which others reach it."""
     parallel: ParallelConfig = ParallelConfig()
 
     def __post_init__(self) -> None:
@@ -62,6 +69,10 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.max_model_len == 1:
             raise ValueError("max_model_len must be at least 2: a prompt token and one to generate")
+        if self.role not in get_args(Role):
+            raise ValueError(f"role must be one of {', '.join(get_args(Role))}, got {self.role!r}")
+        if self.kv_lease_s <= 0:
+            raise ValueError(f"kv_lease_s must be above 0, got {self.kv_lease_s}")
         if not self.max_step_s > 0:
             raise ValueError(f"max_step_s must be above 0, got {self.max_step_s}")
         if self.parallel != ParallelConfig():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import time
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from replicas.attention.backend import LayerCall
 from replicas.attention.selection import select_backend
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
+from replicas.handoff_wiring import HandoffWiring, ProcessGroupWiring
 from replicas.kv_sizing import KVSize, cpu_budget_bytes, size_kv
 from replicas.model_description import ModelDescription
 from replicas.model_loader import LoadedModel, load_model
@@ -41,21 +43,23 @@ CHECK_TOLERANCE = {torch.float32: 1e-3}
 CHECK_TOLERANCE_HALF = 0.15
 
 
-def load_engine(config: EngineConfig) -> Engine:
-    """Raises ValueError with one line that names the fix."""
+def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None) -> Engine:
+    """`wiring` says how handoffs travel; None takes what the role needs. Raises ValueError with one line that names the fix."""
+    wiring = wiring or (None if config.role == "unified" else ProcessGroupWiring())
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     loaded = load_model(config)
     try:
-        return _assemble(config, loaded)
+        return _assemble(config, loaded, wiring)
     except NativeMismatch as error:
         if config.runner == "native":
             raise ValueError(f"runner 'native' cannot serve {loaded.source}: {error}; use 'auto' or 'transformers'") from error
         logger.warning("loading again for the transformers runner: %s", error)
-    return _assemble(config, load_model(replace(config, runner="transformers")))
+    return _assemble(config, load_model(replace(config, runner="transformers")), wiring)
 
 
-def _assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
+def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring | None) -> Engine:
+    fingerprint = _fingerprint(loaded, config.weights_version)
     calls = probe_layers(loaded.model)
     backend = None
     if loaded.native_library is None:
@@ -99,11 +103,29 @@ def _assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
         tokenizer_source=loaded.source,
         runner="native" if backend is None else "transformers",
         weights_version=config.weights_version,
+        fingerprint=fingerprint,
     )
+    handoffs = None if wiring is None else wiring.attach(config, scheduler, kv, fingerprint)
     # What was made so far stays for good: keeping it out of collections spares each of them the walk over the model.
     gc.collect()
     gc.freeze()
-    return Engine(scheduler=scheduler, runner=runner, sampler=Sampler(loaded.vocab_size), description=description, device=loaded.device)
+    return Engine(
+        scheduler=scheduler,
+        runner=runner,
+        sampler=Sampler(loaded.vocab_size),
+        description=description,
+        device=loaded.device,
+        handoffs=handoffs,
+    )
+
+
+def _fingerprint(loaded: LoadedModel, weights_version: str) -> str:
+    """Of names, shapes and some values of the weights, so that it depends on no path and no machine."""
+    digest = hashlib.sha256(f"{loaded.model.config.model_type} {weights_version}".encode())
+    for name, parameter in sorted(loaded.model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(parameter.detach().flatten()[:16].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _size(config: EngineConfig, loaded: LoadedModel, calls: Mapping[int, LayerCall]) -> KVSize:

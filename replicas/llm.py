@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Protocol, Self
 
 from replicas.async_engine import StepEngine
 from replicas.deferred_interrupt import DeferredInterrupt
@@ -39,10 +39,14 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         enable_prefix_caching: bool = True,
+        mode: Literal["unified", "disaggregated"] = "unified",
         **settings: Any,
     ) -> None:
         """Loads `model`, a Hugging Face id or folder; None is the default model. `settings` are further fields of
-        `EngineConfig`. Raises ValueError naming the setting that is wrong."""
+        `EngineConfig`. In mode disaggregated one engine computes the prompts and another one goes on from their KV, as
+        two pools of a cluster would. Raises ValueError naming the setting that is wrong."""
+        if mode not in ("unified", "disaggregated"):
+            raise ValueError(f"mode must be unified or disaggregated, got {mode!r}")
         known = {one.name for one in fields(EngineConfig)}
         if unknown := sorted(settings.keys() - known):
             raise ValueError(f"LLM has no setting {', '.join(unknown)}; allowed are {', '.join(sorted(known))}")
@@ -54,9 +58,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             **settings,
         )
-        from replicas.engine import Engine  # the one thing here that needs torch
-
-        engine = Engine.load(config)
+        engine = _load(config, mode)
         self._attach(engine, Tokenizer.load(engine.tokenizer_source, config.trust_remote_code))
 
     @classmethod
@@ -198,6 +200,22 @@ class LLM:
                     if choices_left[progress.key.request_id] == 0:
                         bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
                         bar.update()
+
+
+def _load(config: EngineConfig, mode: str) -> _LoadedEngine:
+    """The imports here are the ones that need torch."""
+    if mode == "disaggregated":
+        from replicas.disaggregated import DisaggregatedEngine
+
+        return DisaggregatedEngine.load(config)
+    from replicas.engine import Engine
+
+    return Engine.load(config)
+
+
+class _LoadedEngine(StepEngine, Protocol):
+    @property
+    def tokenizer_source(self) -> str: ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,3 +20,5 @@ class ModelDescription:
     runner: str = "transformers"
     """What runs the steps: "native" or "transformers" (the slower one on a CPU)."""
     weights_version: str = ""
+    fingerprint: str = ""
+    """Of the weights and the shape of their KV: replicas with equal ones may hand KV to each other."""

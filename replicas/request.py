@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvcache.handoff import KVHandoff
 from replicas.sampling_params import SamplingParams
 
 
@@ -17,10 +18,11 @@ class RequestKey(NamedTuple):
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. STOP and LENGTH are answers; the others are not."""
+    """Why a request ended. STOP and LENGTH are answers, HANDOFF means that another replica goes on; the others are not."""
 
     STOP = "stop"
     LENGTH = "length"
+    HANDOFF = "handoff"
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -51,6 +53,10 @@ class GenerationRequest:
     adapter_id: str | None = None
     arrival_s: float = 0.0
     """Unix time at which the gateway accepted the request."""
+    wants_handoff: bool = False
+    """End with the first generated token, and lease the KV to the replica that goes on."""
+    handoff: KVHandoff | None = None
+    """KV to start from. When it cannot be had it is computed, so the answer is the same."""
 
     @property
     def key(self) -> RequestKey:
@@ -84,6 +90,8 @@ class RequestProgress:
     """Prompt tokens whose KV came from the prefix cache."""
     error: str | None = None
     """The reason, when `finish_reason` is FAILED."""
+    handoff: KVHandoff | None = None
+    """Once for each request that wants one, as soon as its first chunk is computed: pulling may begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

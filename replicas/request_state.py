@@ -23,7 +23,7 @@ class RequestState:
     """
 
     __slots__ = (
-        "arrival_number", "block_ids", "chain", "max_num_tokens", "num_cached_tokens", "num_computed_tokens",
+        "arrival_number", "awaits_load", "block_ids", "chain", "is_loading", "max_num_tokens", "num_cached_tokens", "num_computed_tokens",
         "num_preemptions", "request", "status", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
@@ -47,6 +47,8 @@ class RequestState:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
+        self.awaits_load = False  # waits for blocks into which another replica's KV shall go
+        self.is_loading = False  # runs, but its KV is on the way: nothing to compute until then
 
     @property
     def num_output_tokens(self) -> int:
@@ -58,7 +60,7 @@ class RequestState:
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_uncomputed_tokens == 1 and self.num_computed_tokens > 0
+        return not self.is_loading and self.num_uncomputed_tokens == 1 and self.num_computed_tokens > 0
 
     @property
     def urgency(self) -> tuple[int, int]:

@@ -54,6 +54,7 @@ class Scheduler:
         self._waiting: list[RequestState] = []  # by urgency
         self._running: list[RequestState] = []  # by urgency
         self._ended: list[RequestProgress] = []  # endings not reported yet
+        self._new_loads: list[RequestState] = []  # not taken yet
         self._num_arrivals = 0
         self._watermark_blocks = pool.num_blocks // 100
 
@@ -99,6 +100,39 @@ class Scheduler:
         insort(self._waiting, state, key=_urgency)
         return state
 
+    def expect_load(self, key: RequestKey) -> None:
+        """The KV of a waiting request comes from another replica: with its blocks it gets nothing to compute until `end_load`."""
+        state = self._states[key]
+        assert state.status is RequestStatus.WAITING, "only a waiting request can expect a load"
+        state.awaits_load = True
+
+    def take_loads(self) -> list[RequestState]:
+        """Requests that got their blocks and wait for KV in those after the first `num_computed_tokens`; each once."""
+        loads, self._new_loads = self._new_loads, []
+        return [state for state in loads if state.is_loading]
+
+    def end_load(self, key: RequestKey, num_tokens: int = 0, output_ids: Sequence[int] = ()) -> RequestProgress | None:
+        """KV of the first `num_tokens` tokens is in the blocks, and `output_ids` follow them; with 0 it is computed here.
+
+        Returns progress when some of `output_ids` were not known. Nothing happens to a request that no longer waits for it.
+        """
+        state = self._states.get(key)
+        if state is None:
+            return None
+        state.awaits_load = False
+        if not state.is_loading:
+            return None
+        state.is_loading = False
+        if num_tokens == 0:
+            return None
+        size = self.pool.block_size
+        new_ids = output_ids[len(state.token_ids) - num_tokens :]
+        num_computed = num_tokens if new_ids else min(num_tokens, len(state.token_ids) - 1)
+        first = state.num_computed_tokens // size
+        self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, first, num_computed // size)
+        state.num_computed_tokens = max(num_computed, state.num_computed_tokens)
+        return self._append(state, new_ids) if new_ids else None
+
     def cancel(self, key: RequestKey) -> bool:
         """Ends a request between two steps, its blocks free at once; False when it already ended."""
         state = self._states.get(key)
@@ -120,14 +154,15 @@ class Scheduler:
                 num_preemptions += self._grow(state)
                 if state.status is RequestStatus.RUNNING:
                     budget -= self._schedule_chunk(state, budget, chunks, published)
-        for state in [s for s in self._running if not s.is_decoding]:
+        for state in [s for s in self._running if not (s.is_decoding or s.is_loading)]:
             if budget > 0:
                 budget -= self._schedule_chunk(state, budget, chunks, published)
         while budget > 0 and self._waiting and num_preemptions == 0:
             head = self._waiting[0]
             if not self._try_admit(head):
                 break
-            budget -= self._schedule_chunk(head, budget, chunks, published)
+            if not head.is_loading:
+                budget -= self._schedule_chunk(head, budget, chunks, published)
         return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions)
 
     def update(self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None) -> list[RequestProgress]:
@@ -166,10 +201,10 @@ class Scheduler:
         progress, self._ended = self._ended, []
         return progress
 
-    def check(self) -> None:
-        """Raises AssertionError when an invariant does not hold."""
+    def check(self, other_tables: Sequence[Sequence[int]] = ()) -> None:
+        """Raises AssertionError when an invariant does not hold. `other_tables` are held beside the requests (transfers)."""
         self.pool.check()
-        self.pool.check_holders(state.block_ids for state in self._states.values())
+        self.pool.check_holders([*(state.block_ids for state in self._states.values()), *other_tables])
         size = self.pool.block_size
         for state in self._running:
             assert state.status is RequestStatus.RUNNING
@@ -178,6 +213,7 @@ class Scheduler:
         for state in self._waiting:
             assert state.status is RequestStatus.WAITING, "a waiting request has another status"
             assert not state.block_ids, "a waiting request holds blocks"
+            assert not state.is_loading, "a waiting request is loading"
         assert len(self._running) + len(self._waiting) == len(self._states), "a request is lost"
         for queue in (self._running, self._waiting):
             assert queue == sorted(queue, key=_urgency), "a queue is out of order"
@@ -198,11 +234,10 @@ class Scheduler:
 
     def _could_admit_by_preempting(self, head: RequestState) -> bool:
         victims = [s for s in self._running if s.request.priority > head.request.priority]
-        if len(victims) == len(self._running):
-            return True
         held = Counter(block_id for state in victims for block_id in state.block_ids)
         num_theirs = sum(self.pool.ref_count(block_id) == count for block_id, count in held.items())
-        return self.pool.num_free + num_theirs >= self._num_blocks_for(len(head.token_ids)) + self._watermark_blocks
+        headroom = self._watermark_blocks if len(victims) < len(self._running) else 0
+        return self.pool.num_free + num_theirs >= self._num_blocks_for(len(head.token_ids)) + headroom
 
     def _try_admit(self, state: RequestState) -> bool:
         """Moves the most urgent waiting request to running with blocks for all its tokens, cached ones shared."""
@@ -225,6 +260,9 @@ class Scheduler:
         del self._waiting[self._index(self._waiting, state)]
         insort(self._running, state, key=_urgency)
         state.status = RequestStatus.RUNNING
+        if state.awaits_load:
+            state.awaits_load, state.is_loading = False, True
+            self._new_loads.append(state)
         return True
 
     def _grow(self, state: RequestState) -> int:
@@ -274,6 +312,8 @@ class Scheduler:
             if len(state.token_ids) >= state.max_num_tokens:
                 reason = FinishReason.LENGTH
                 break
+        if reason is None and state.request.wants_handoff:
+            reason = FinishReason.HANDOFF
         if reason is not None:
             self._end(state)
         return self._progress(state, token_ids=tuple(taken), finish_reason=reason, stop_token_id=stop_token_id)
@@ -295,6 +335,7 @@ class Scheduler:
         state.status = RequestStatus.ENDED
 
     def _release_blocks(self, state: RequestState) -> None:
+        state.is_loading = False  # what is on the way arrives for nobody
         self.pool.release(state.block_ids, state.request.priority)
         state.block_ids = []
 

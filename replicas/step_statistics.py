@@ -52,7 +52,7 @@ class StepStatistics:
             num_cached_tokens=self._num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=self._num_preemptions,
-            num_finished=ended[FinishReason.STOP] + ended[FinishReason.LENGTH],
+            num_finished=ended[FinishReason.STOP] + ended[FinishReason.LENGTH] + ended[FinishReason.HANDOFF],
             num_cancelled=ended[FinishReason.CANCELLED],
             num_failed=ended[FinishReason.FAILED],
         )

@@ -46,6 +46,6 @@ def run(engine: Engine, requests: Iterable[GenerationRequest], *, check: bool = 
             result.num_cached_tokens = progress.num_cached_tokens
             result.error = progress.error
         if check:
-            engine.scheduler.check()
+            engine.check()
     assert all(result.finish_reason is not None for result in results.values())
     return list(results.values())

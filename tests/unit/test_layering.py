@@ -23,7 +23,9 @@ TORCH_FREE_PREFIXES = ("cluster", "router", "replicas.text")
 TORCH_FREE_MODULES = (
     "kvcache.block_pool",
     "kvcache.events",
+    "kvcache.handoff",
     "kvcache.hashing",
+    "kvcache.ownership",
     "kvcache.prefix_cache",
     "replicas.async_engine",
     "replicas.default_model",

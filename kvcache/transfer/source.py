@@ -1,0 +1,160 @@
+"""The giving side of handoffs: offers, what of them is readable, and reading it. The transports call it from their threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcache.handoff import HandoffFailed
+from kvcache.ownership import Direction, KVOwnership, TransferRef
+from kvcache.tensors import KVTensors
+from kvcache.transfer.link import KVBatch
+from kvcache.wire import WireFormat, num_values_per_block, pack, parse_layout, why_not_form, wire_layout
+
+MAX_BATCH_BYTES = 16 << 20
+
+
+@dataclass(slots=True)
+class _Offer:
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    num_readable_tokens: int = 0
+    output_ids: tuple[int, ...] | None = None  # once the prefill has ended
+
+
+@dataclass(slots=True)
+class SourceCounters:
+    num_bytes: int = 0
+    num_early_bytes: int = 0
+    """Read while the prefill was still going on."""
+    num_finished: int = 0
+    num_withdrawn: int = 0
+
+
+class KVSource:
+    """Owns the offers of one engine. A reader sees a block only when the step that filled it has ended.
+
+    Reading copies blocks into a message, so the memory is touched for as long as a copy takes, never for as long as a
+    peer takes to listen. `offer`, `note_computed`, `complete` and `forget` belong to the engine's thread.
+    """
+
+    def __init__(self, ownership: KVOwnership, kv: KVTensors) -> None:
+        self.ownership = ownership
+        self.kv = kv
+        self.counters = SourceCounters()
+        self._offers: dict[int, _Offer] = {}  # number of the transfer -> offer
+        self._changed = threading.Condition()
+
+    def offer(self, block_ids: Sequence[int], num_tokens: int, priority: int = 0) -> TransferRef:
+        """Leases the blocks that will hold `num_tokens` tokens, while their request holds them."""
+        with self._changed:
+            ref = self.ownership.open(Direction.OUT, block_ids, priority=priority, on_closing=self._wake)
+            self._offers[ref.number] = _Offer(tuple(block_ids), num_tokens)
+            return ref
+
+    def note_computed(self, ref: TransferRef, num_tokens: int) -> None:
+        """KV of the first `num_tokens` tokens is in memory for good. Renews the lease: a slow prefill must not end it."""
+        with self._changed:
+            if (offer := self._offers.get(ref.number)) is not None:
+                offer.num_readable_tokens = min(num_tokens, offer.num_tokens)
+                self.ownership.renew(ref)
+                self._changed.notify_all()
+
+    def complete(self, ref: TransferRef, output_ids: Sequence[int]) -> None:
+        """The prefill has ended with these tokens."""
+        with self._changed:
+            if (offer := self._offers.get(ref.number)) is not None:
+                offer.output_ids = tuple(output_ids)
+                self._changed.notify_all()
+
+    def withdraw(self, ref: TransferRef) -> bool:
+        """Closes an offer, whoever reads it; readers get HandoffFailed."""
+        is_withdrawn = self.ownership.close(ref)
+        self.counters.num_withdrawn += is_withdrawn
+        return is_withdrawn
+
+    def forget(self, refs: Sequence[TransferRef]) -> None:
+        """Of transfers that have let go."""
+        with self._changed:
+            for ref in refs:
+                self._offers.pop(ref.number, None)
+
+    def read(self, ref: TransferRef, form: WireFormat, first: int, wait_s: float) -> KVBatch:
+        """The readable blocks from position `first` on, after at most `wait_s`; renews the lease.
+
+        `form.layout` is the receiver's. Raises HandoffFailed.
+        """
+        form = WireFormat(layout=wire_layout(self.kv.layout, form.layout.id), layers=form.layers, heads=form.heads)
+        if problem := why_not_form(self.kv, form):
+            raise HandoffFailed(problem)
+        start_s = time.monotonic()
+        until_s = start_s + wait_s
+        with self._changed:
+            while True:
+                if not self.ownership.renew(ref) or (offer := self._offers.get(ref.number)) is None:
+                    raise HandoffFailed(f"lease {ref.number} is not open at the source: expired, withdrawn, taken, or of another life")
+                if not 0 <= first <= len(offer.block_ids):
+                    raise HandoffFailed(f"lease {ref.number} has {len(offer.block_ids)} blocks; block {first} was asked for")
+                is_computed, output_ids = offer.output_ids is not None, offer.output_ids or ()
+                num_readable = self._num_readable(offer)
+                left_s = until_s - time.monotonic()
+                if num_readable > first or is_computed or left_s <= 0:
+                    break
+                self._changed.wait(min(left_s, self.ownership.lease_s / 4))
+        waited_s = time.monotonic() - start_s
+        most = max(1, MAX_BATCH_BYTES // (num_values_per_block(self.kv, form) * self.kv.dtype.itemsize))
+        block_ids = offer.block_ids[first : min(num_readable, first + most)]
+        with self.ownership.using(ref) as is_open:
+            if not is_open:
+                raise HandoffFailed(f"lease {ref.number} closed while it was read")
+            data = pack(self.kv, block_ids, form) if block_ids else torch.empty(0, dtype=self.kv.dtype)
+            if data.is_cuda:
+                torch.cuda.synchronize(data.device)  # until then the copy still reads the blocks
+        num_bytes = data.numel() * data.itemsize
+        with self._changed:
+            self.counters.num_bytes += num_bytes
+            if not is_computed:
+                self.counters.num_early_bytes += num_bytes
+        return KVBatch(
+            first=first,
+            num_blocks=len(block_ids),
+            data=data,
+            layout_id=form.layout.id,
+            is_computed=is_computed,
+            output_ids=output_ids,
+            waited_s=waited_s,
+        )
+
+    def renew(self, ref: TransferRef) -> None:
+        """Raises HandoffFailed when it is closed."""
+        if not self.ownership.renew(ref):
+            raise HandoffFailed(f"lease {ref.number} is not open at the source: expired, withdrawn, taken, or of another life")
+
+    def finish(self, ref: TransferRef) -> None:
+        """The receiver has everything. A repeated or late message changes nothing."""
+        if self.ownership.close(ref):
+            self.counters.num_finished += 1
+
+    def _num_readable(self, offer: _Offer) -> int:
+        if offer.num_readable_tokens == offer.num_tokens:
+            return len(offer.block_ids)
+        return offer.num_readable_tokens // self.kv.block_size
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def parse_form(layers: Sequence[int], heads: Sequence[int] | None, layout_id: str) -> WireFormat:
+    """A wire format from a message. Raises ValueError for what is none."""
+    if len(layers) != 2 or (heads is not None and len(heads) != 2):
+        raise ValueError("layers and heads are pairs: first, end")
+    return WireFormat(
+        layout=parse_layout(layout_id),
+        layers=(int(layers[0]), int(layers[1])),
+        heads=None if heads is None else (int(heads[0]), int(heads[1])),
+    )
