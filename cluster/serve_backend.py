@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RaySystemError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from cluster.backend import ReplicaGone, RouterGone
-from cluster.targeted_dispatch import TargetUnreachable
+from cluster.target_unreachable import TargetUnreachable
 from replicas.async_engine import EngineUnhealthy
 from replicas.model_description import ModelDescription
 from replicas.request import GenerationRequest, RequestProgress

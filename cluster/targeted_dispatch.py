@@ -11,11 +11,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from cluster.target_unreachable import TargetUnreachable
+
 INTRODUCTION_TIMEOUT_S = 5.0
-
-
-class TargetUnreachable(RuntimeError):
-    """The named replica is not running as far as this process knows, or it turned the request away."""
 
 
 class TargetedDispatch(RequestRouter):  # type: ignore[misc]
