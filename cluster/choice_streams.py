@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _MAX_REPEATS = 20
 """How often a choice goes back to a replica that failed it, with growing pauses: about 17 s. The router names such a one when it
 has no other, which changes soon (a replica drains while its successor loads) or never."""
+_NO_REPLICA_PAUSE_S = 0.1  # between two rejections for want of a replica, each of which has waited in the router before
 _QUEUE_SIZE = 256  # messages a slow reader may be behind before its replicas' streams wait
 
 
@@ -51,6 +52,8 @@ class FailoverPolicy:
     """Replicas one choice may be started on; it is refused after that many deaths."""
     router_timeout_s: float = 10.0
     """How long a request waits for a dead router to come back."""
+    replica_timeout_s: float = 120.0
+    """How long a begun choice whose replica died waits for another one to be up, e.g. for the only one to be restarted."""
 
 
 class ChoiceStreams:
@@ -150,7 +153,7 @@ class ChoiceStreams:
                 resend = journal.begin_attempt()
                 lease = replace(resend, request_id=f"{resend.request_id}-{resend.choice}-{resend.attempt}")
                 leases.append(lease.request_id)
-                replica_id = (await self._acquire(lease, num_choices=1, excluded=frozenset(gone))).replica_id
+                replica_id = (await self._acquire_again(lease, frozenset(gone))).replica_id
         finally:
             for lease_id in leases:
                 self._backend.release(lease_id, journal.num_tokens)
@@ -203,6 +206,18 @@ class ChoiceStreams:
                 raise Unavailable(answer.reason, answer.retry_after_s)
             raise Overloaded(answer.reason, answer.retry_after_s)
         return answer
+
+    async def _acquire_again(self, request: GenerationRequest, excluded: frozenset[str]) -> Decision:
+        """For a choice that lost its replica. It outwaits the router's own limit, which is meant for requests that can still
+        be sent elsewhere: a client that has text already cannot, and a restart takes as long as loading the model."""
+        deadline_s = self._clock() + self._policy.replica_timeout_s
+        while True:
+            try:
+                return await self._acquire(request, num_choices=1, excluded=excluded)
+            except Unavailable:
+                if self._clock() >= deadline_s:
+                    raise
+            await self._sleep(_NO_REPLICA_PAUSE_S)
 
     async def _ask_router(self, request: RoutingRequest) -> Decision | Rejection:
         """A dead router is asked again until it is back: queued requests are resubmitted by whoever made them."""

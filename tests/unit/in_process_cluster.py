@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +80,8 @@ class InProcessCluster:
     backend: InProcessBackend
     replicas: list[Replica]
     records: list[AccessRecord]
+    add_replica: Callable[[], Awaitable[Replica]]
+    """Starts one more, and returns when the router knows it."""
 
     async def wait_idle(self, timeout_s: float = 5.0) -> None:
         """Returns when no engine has a request or holds a block. Raises TimeoutError."""
@@ -107,14 +109,17 @@ async def running_cluster(
     def new_engine() -> EchoEngine:
         return EchoEngine(eos_token_id=min(tokenizer.eos_token_ids), vocab_size=tokenizer.vocab_size)
 
-    replicas = [Replica(f"replica-{index}", (make_engine or new_engine)()) for index in range(num_replicas)]
+    replicas: list[Replica] = []
     tasks = []
 
     async def push(report: Any) -> Any:
         return router.apply_report(report)
 
     async with AsyncExitStack() as stack:
-        for replica in replicas:
+        backend = InProcessBackend(router, {})
+
+        async def add_replica() -> Replica:
+            replica = Replica(f"replica-{len(replicas)}", (make_engine or new_engine)())
             await replica.asynchronous.start()
             stack.push_async_callback(replica.asynchronous.shutdown)
             identity = ReplicaIdentity(
@@ -124,15 +129,20 @@ async def running_cluster(
                 max_num_seqs=replica.engine.scheduler.config.max_num_seqs,
             )
             reporter = Reporter(identity, replica.asynchronous, push, interval_s=0.01)
+            replicas.append(replica)
+            backend.replicas[replica.replica_id] = replica
             await reporter.report_once()
             tasks.append(asyncio.create_task(reporter.run()))
-        backend = InProcessBackend(router, {replica.replica_id: replica for replica in replicas})
+            return replica
+
+        for _ in range(num_replicas):
+            await add_replica()
         models = ModelRegistry([MODEL], backend, load_tokenizer=lambda source: tokenizer)
         records: list[AccessRecord] = []
         app = create_app(backend, config or GatewayConfig(), models, records.append)
         await models.get(MODEL)
         try:
-            yield InProcessCluster(app, backend, replicas, records)
+            yield InProcessCluster(app, backend, replicas, records, add_replica)
         finally:
             for task in tasks:
                 task.cancel()

@@ -11,7 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.choice_streams import FailoverPolicy
+from cluster.gateway_config import GatewayConfig
 from replicas.text.tokenizer import Tokenizer
+from router.config import RouterConfig
 from tests.unit.in_process_cluster import MODEL, InProcessCluster, running_cluster
 from tests.unit.openai_schemas import check_schema
 
@@ -225,3 +228,27 @@ async def test_replica_death_in_mid_stream_is_only_a_pause(default_tokenizer: To
         for response in responses:
             assert "".join(chunk["choices"][0]["text"] for chunk in events_of(response.text)) == prompt
         assert sum(record.num_failovers for record in cluster.records) >= 1
+
+
+async def test_death_of_the_only_replica_is_a_pause_until_it_is_back(default_tokenizer: Tokenizer) -> None:
+    prompt = " ".join(str(number) for number in range(200))
+    router_config = RouterConfig(no_replica_timeout_s=0.02)
+    async with running_cluster(default_tokenizer, router_config=router_config) as cluster, client_of(cluster) as client:
+        cluster.replicas[0].engine.tokens_left = 100
+        stream = asyncio.create_task(client.post(TEXT, json={"model": MODEL, "prompt": prompt, "max_tokens": 1000, "stream": True}))
+        async with asyncio.timeout(5):
+            while (await cluster.backend.describe_router())[MODEL]["replicas"]:
+                await asyncio.sleep(0.002)  # nothing tells of the router's view
+            assert (await client.post(TEXT, json={"model": MODEL, "prompt": "x", "max_tokens": 1})).status_code == 503
+        await cluster.add_replica()
+        assert "".join(chunk["choices"][0]["text"] for chunk in events_of((await stream).text)) == prompt
+
+
+async def test_choice_whose_replica_stays_away_ends_with_an_error_event(default_tokenizer: Tokenizer) -> None:
+    config = GatewayConfig(failover=FailoverPolicy(replica_timeout_s=0.01))
+    router_config = RouterConfig(no_replica_timeout_s=0.02)
+    async with running_cluster(default_tokenizer, config=config, router_config=router_config) as cluster, client_of(cluster) as client:
+        cluster.replicas[0].engine.tokens_left = 10
+        response = await client.post(TEXT, json={"model": MODEL, "prompt": "word " * 100, "max_tokens": 100, "stream": True})
+        last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert last["error"]["code"] == "unavailable"
