@@ -103,7 +103,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise ValueError(f"text must be valid Unicode; it has a lone surrogate at character {error.start}") from error
         if self._backend is not None:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # `encode` holds the interpreter lock to its end, seconds for a long prompt; the batch calls let other threads run.
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return ids
         with self._lock:
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens))

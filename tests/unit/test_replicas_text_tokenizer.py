@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -188,3 +189,13 @@ def test_text_package_runs_with_torch_blocked():
         "assert tokenizer.chat_prompt_ids([{'role': 'user', 'content': 'hi'}])\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_encode_of_a_long_text_lets_other_threads_run(tokenizer):
+    encoder = threading.Thread(target=tokenizer.encode, args=("word " * 100_000,))
+    encoder.start()
+    num_turns = 0
+    while encoder.is_alive():
+        encoder.join(timeout=0.001)
+        num_turns += 1
+    assert num_turns > 10  # two or three when the encoder holds the interpreter lock
