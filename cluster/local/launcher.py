@@ -131,7 +131,8 @@ def check_applications(config: dict[str, Any]) -> list[ClusterConfig]:
 
 
 def success_message(port: int, model: str) -> str:
-    body = shlex.quote(json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}))
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = shlex.quote(json.dumps({"model": model, "messages": messages, "temperature": 0}))
     return (
         f"\nready at http://127.0.0.1:{port}/v1 (dashboard: http://127.0.0.1:{DASHBOARD_PORT}). Try:\n\n"
         f"curl http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' -d {body}\n\n"
