@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 
 CPU_MEMORY_SHARE = 0.3
+MIN_LOWERED_LEN = 256
+"""A `max_model_len` that nobody asked for is never lowered below this: the server would refuse nearly every prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,11 @@ def size_kv(
             raise ValueError(
                 f"max_model_len {wanted_len} needs {wanted_len * bytes_per_token} bytes of KV, but the budget is {budget_bytes} "
                 f"({budget_reason}); raise kv_cache_bytes or lower max_model_len to {fitting_tokens}"
+            )
+        if fitting_tokens < MIN_LOWERED_LEN:
+            raise ValueError(
+                f"{budget_bytes} bytes for the KV cache ({budget_reason}) hold only {fitting_tokens} tokens; raise kv_cache_bytes to at "
+                f"least {MIN_LOWERED_LEN * bytes_per_token}, or set max_model_len if such short requests are meant"
             )
         max_len = fitting_tokens
         reason += f"; max_model_len lowered to {max_len} to fit"

@@ -146,4 +146,4 @@ def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -115,7 +115,7 @@ def auth_headers(variables: Mapping[str, str], home: Path) -> dict[str, str]:
 
 
 def explain_failure(progress: DeployProgress) -> str:
-    """The last error line of the deepest failure first, because that names the cause; then all of it."""
+    """All of it, and then the last error line of the deepest failure: it names the cause, and a reader looks at the end first."""
     whole = "\n".join(f"[{name}] {message}" for name, message in progress.failures.items())
     causes = [match.group(2).strip() for line in whole.splitlines() if (match := _ERROR_LINE.match(line))]
-    return f"{causes[-1]}\n\n{whole}" if causes else whole
+    return f"{whole}\n\n{causes[-1]}" if causes else whole

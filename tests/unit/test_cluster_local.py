@@ -100,11 +100,11 @@ def test_printed_curl_holds_valid_json() -> None:
     assert json.loads(shlex.split(command)[-1])["model"] == "it's"
 
 
-def test_failure_shows_the_deepest_cause_first() -> None:
+def test_failure_ends_with_the_deepest_cause() -> None:
     trace = "Traceback (most recent call last):\n  File x\nray::X.init() (pid=1)\nRuntimeError: outer\nValueError: raise kv_cache_bytes\n"
     progress = DeployProgress(statuses={"manta": "DEPLOY_FAILED"}, replicas={}, failures={"manta": "failed", "replica-a": trace})
     assert progress.has_failed
-    assert explain_failure(progress).splitlines()[0] == "raise kv_cache_bytes"
+    assert explain_failure(progress).splitlines()[-1] == "raise kv_cache_bytes"
     assert trace.strip() in explain_failure(progress)
 
 
