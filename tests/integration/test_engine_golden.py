@@ -1,6 +1,7 @@
 """The golden rule: greedy tokens equal transformers' generate on the default model, however the work is cut up."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,15 @@ PREEMPTED = [(2048, True), (2048, False), (37, True), (37, False)] if IS_EXHAUST
 """Budget, and whether prefixes are cached."""
 
 pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_cores() -> Iterator[None]:
+    """Engines set torch's threads for the whole process; earlier tests may have left one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
