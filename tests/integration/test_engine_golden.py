@@ -184,11 +184,12 @@ def test_native_bfloat16_is_the_same_alone_or_batched_whole_or_chunked_hot_or_pr
     engine = _load(default_model_dir, dtype="bfloat16", runner="native")
     params = replace(GREEDY, max_tokens=32)
     engine = _rescheduled(engine, budget=2048, caching=False)
-    alone = [run(engine, requests_for([prompt], params))[0].token_ids for prompt in prompts[::4]]
+    some = prompts[::2]
+    alone = [run(engine, requests_for([prompt], params))[0].token_ids for prompt in some[::2]]
     engine = _rescheduled(engine, budget=37, caching=True, num_blocks=TIGHT_BLOCKS)
     for state in ("cold", "hot"):
-        results = run(engine, requests_for(prompts, params, prefix=state))
-        assert [r.token_ids for r in results[::4]] == alone
+        results = run(engine, requests_for(some, params, prefix=state))
+        assert [r.token_ids for r in results[::2]] == alone
     assert engine.stats().num_preemptions > 0
 
 
