@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from cluster.access_log import AccessRecord
 from cluster.backend import ReplicaGone
+from cluster.choice_streams import FailoverPolicy
 from cluster.gateway_config import GatewayConfig
 from cluster.http_app import create_app
 from cluster.model_registry import ModelRegistry
@@ -28,6 +29,9 @@ from router.snapshot import Decision, Rejection, RoutingRequest
 from tests.unit.fake_engine import BLOCK_SIZE, EchoEngine
 
 MODEL = "echo"
+
+NO_RESTARTS = GatewayConfig(failover=FailoverPolicy(replica_timeout_s=1.0))
+"""Nobody restarts a dead replica here, so waiting for one is short."""
 
 
 class Replica:
@@ -139,7 +143,7 @@ async def running_cluster(
             await add_replica()
         models = ModelRegistry([MODEL], backend, load_tokenizer=lambda source: tokenizer)
         records: list[AccessRecord] = []
-        app = create_app(backend, config or GatewayConfig(), models, records.append)
+        app = create_app(backend, config or NO_RESTARTS, models, records.append)
         await models.get(MODEL)
         try:
             yield InProcessCluster(app, backend, replicas, records, add_replica)

@@ -203,6 +203,15 @@ def test_generate_error_in_a_step_cancels_what_is_left(llm, engine, error):
     assert not engine.has_work
 
 
+@pytest.fixture
+def default_interrupt():
+    """Ray and servers of earlier tests may have put a handler of their own in its place."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_interrupt")
 def test_generate_ctrl_c_takes_effect_after_the_step(llm, engine):
     ended = []
 
@@ -220,6 +229,7 @@ def test_generate_ctrl_c_takes_effect_after_the_step(llm, engine):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.usefixtures("default_interrupt")
 def test_generate_second_ctrl_c_strikes_at_once(llm, engine):
     ended = []
 
