@@ -58,4 +58,7 @@ class KVEventLog:
         first = self._next - len(self._events)
         if number < first or number > self._next:
             return None
-        return tuple(islice(self._events, number - first, None))
+        # from the right: a deque is a list of chunks, and walking a full one from the left costs more than all the rest
+        newest_first = list(islice(reversed(self._events), self._next - number))
+        newest_first.reverse()
+        return tuple(newest_first)
