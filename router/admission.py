@@ -10,6 +10,7 @@ from router.config import RouterConfig
 from router.snapshot import RoutingRequest
 
 _MAX_IDLE_TENANTS = 10_000
+"""Most idle tenants whose counters are kept, all tiers together."""
 _MAX_IDLE_TIERS = 64
 _MAX_LOCALITY_TENANTS = 8
 
@@ -135,6 +136,10 @@ class _Tier:
         self.num_tokens = 0
         self.last_counter = 0.0  # of the tenant that left last
 
+    def floor(self) -> float:
+        """The least counter of the active tenants; without any, that of the last one to leave."""
+        return min([self.counters[tenant] for tenant in self.tenants], default=self.last_counter)
+
 
 class AdmissionQueue:
     """Owns one model's waiting requests and its tenants' service counters.
@@ -210,10 +215,9 @@ class AdmissionQueue:
 
     def peek(self, now_s: float) -> Waiting | None:
         """The request that is next, held ones passed over; None when there is none."""
-        numbers = [number for number, tier in self._tiers.items() if tier.num_waiting]
-        if not numbers:
+        if not self._by_id:
             return None
-        numbers.sort()
+        numbers = sorted([number for number, tier in self._tiers.items() if tier.num_waiting])
         aged = self._aged(numbers, now_s)
         if aged is not None:
             return aged
@@ -333,13 +337,31 @@ class AdmissionQueue:
 
     def _lift(self, tier: _Tier, tenant: str) -> None:
         """A tenant that was idle must not live on credit: its counter starts at the least of the active ones."""
-        active = [tier.counters[other] for other in tier.tenants]
-        floor = min(active) if active else tier.last_counter
-        tier.counters[tenant] = max(tier.counters.get(tenant, 0.0), floor)
-        if len(tier.counters) > _MAX_IDLE_TENANTS + len(tier.tenants):
-            idle = sorted((counter, other) for other, counter in tier.counters.items() if other not in tier.tenants and other != tenant)
-            for _, other in idle[: len(idle) // 2]:
-                del tier.counters[other]
+        known = tier.counters.get(tenant)
+        floor = tier.floor()
+        tier.counters[tenant] = floor if known is None else max(known, floor)
+        if known is None:
+            self._bound_idle(tenant)
+
+    def _bound_idle(self, newest: str) -> None:
+        """Forgets half of the idle tenants of all tiers when there are too many: clients make their names up.
+
+        First those that are least ahead of the floor that they would be lifted to: they lose least, most of them nothing.
+        """
+        num_idle = sum(len(tier.counters) - len(tier.tenants) for tier in self._tiers.values())
+        if num_idle <= _MAX_IDLE_TENANTS:
+            return
+        idle: list[tuple[float, int, str]] = []
+        for number, tier in self._tiers.items():
+            floor = tier.floor()
+            idle += [
+                (counter - floor, number, other)
+                for other, counter in tier.counters.items()
+                if other not in tier.tenants and other != newest
+            ]
+        idle.sort()
+        for _, number, other in idle[: len(idle) // 2]:
+            del self._tiers[number].counters[other]
 
     def _remove(self, waiting: Waiting) -> None:
         request = waiting.request

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -134,6 +135,22 @@ def test_fair_tenant_that_was_idle_gets_no_credit() -> None:
         queue.submit(request(f"new{number}", tenant="new"), 0.0, 0.0)
     taken = [take(queue) for _ in range(10)]
     assert sum(name.startswith("new") for name in taken) == 5
+
+
+def test_fair_made_up_tenants_leave_a_bounded_memory_and_do_not_clear_a_debt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.admission._MAX_IDLE_TENANTS", 40)
+    queue = queue_with("priority", "fair")
+    queue.submit(request("long", tenant="debtor", tokens=5_000), 0.0, 0.0)
+    queue.submit(request("stays", tenant="active"), 0.0, 0.0)
+    assert take(queue) == "long"
+    for number in range(1_000):
+        queue.submit(request(f"q{number}", tenant=f"made up {number}", priority=number % 8 - 8, tokens=1), 0.0, 0.0)
+        take(queue)
+        assert sum(len(tier.counters) for tier in queue._tiers.values()) <= 42
+    # the one with a debt is the last to be forgotten: it still comes after a tenant that has none
+    queue.submit(request("again", tenant="debtor"), 0.0, 0.0)
+    queue.submit(request("other", tenant="other"), 0.0, 0.0)
+    assert [take(queue) for _ in range(3)] == ["stays", "other", "again"]
 
 
 def test_fair_weights_share_service_in_proportion() -> None:
