@@ -23,8 +23,8 @@ class RequestState:
     """
 
     __slots__ = (
-        "arrival_number", "awaits_load", "block_ids", "chain", "is_loading", "max_num_tokens", "num_cached_tokens", "num_computed_tokens",
-        "num_preemptions", "request", "status", "stop_token_ids", "token_ids",
+        "arrival_number", "awaits_load", "block_ids", "chain", "is_loading", "key", "max_num_tokens", "num_cached_tokens",
+        "num_computed_tokens", "num_preemptions", "request", "status", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -37,6 +37,7 @@ class RequestState:
         max_num_tokens: int,
     ) -> None:
         self.request = request
+        self.key = request.key
         self.arrival_number = arrival_number
         self.chain = chain
         self.stop_token_ids = stop_token_ids
@@ -60,7 +61,8 @@ class RequestState:
 
     @property
     def is_decoding(self) -> bool:
-        return not self.is_loading and self.num_uncomputed_tokens == 1 and self.num_computed_tokens > 0
+        num_computed = self.num_computed_tokens
+        return num_computed > 0 and len(self.token_ids) - num_computed == 1 and not self.is_loading
 
     @property
     def urgency(self) -> tuple[int, int]:

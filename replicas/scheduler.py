@@ -149,13 +149,17 @@ class Scheduler:
         chunks: list[ScheduledChunk] = []
         published: list[int] = []
         # A victim is always less urgent than the request that needs its blocks, and so not in this plan yet.
-        for state in [s for s in self._running if s.is_decoding]:
+        decoding: list[RequestState] = []
+        catching_up: list[RequestState] = []
+        for state in self._running:
+            (decoding if state.is_decoding else catching_up).append(state)
+        for state in decoding:
             if state.status is RequestStatus.RUNNING and budget > 0:
                 num_preemptions += self._grow(state)
                 if state.status is RequestStatus.RUNNING:
                     budget -= self._schedule_chunk(state, budget, chunks, published)
-        for state in [s for s in self._running if not (s.is_decoding or s.is_loading)]:
-            if budget > 0:
+        for state in catching_up:
+            if state.status is RequestStatus.RUNNING and budget > 0 and not state.is_loading:
                 budget -= self._schedule_chunk(state, budget, chunks, published)
         while budget > 0 and self._waiting and num_preemptions == 0:
             head = self._waiting[0]
@@ -293,7 +297,9 @@ class Scheduler:
         num_tokens = min(state.num_uncomputed_tokens, budget)
         end = start + num_tokens
         size = self.pool.block_size
-        published += self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, start // size, end // size)
+        first, last = start // size, end // size
+        if first < last:
+            published += self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, first, last)
         samples = end == len(state.token_ids)
         is_prefill = not state.is_decoding
         chunks.append(ScheduledChunk(state=state, start=start, num_tokens=num_tokens, samples=samples, is_prefill=is_prefill))
@@ -330,7 +336,7 @@ class Scheduler:
     def _end(self, state: RequestState) -> None:
         queue = self._running if state.status is RequestStatus.RUNNING else self._waiting
         del queue[self._index(queue, state)]
-        del self._states[state.request.key]
+        del self._states[state.key]
         self._release_blocks(state)
         state.status = RequestStatus.ENDED
 
@@ -356,7 +362,7 @@ class Scheduler:
         error: str | None = None,
     ) -> RequestProgress:
         return RequestProgress(
-            key=state.request.key,
+            key=state.key,
             attempt=state.request.attempt,
             token_ids=token_ids,
             finish_reason=finish_reason,
