@@ -75,8 +75,12 @@ class PendingPrefixes:
         return depths
 
 
-def _anchor_positions(length: int) -> list[int]:
-    return [1 << exponent for exponent in range(length.bit_length())]
+_POWERS = tuple(tuple(1 << exponent for exponent in range(num_bits)) for num_bits in range(64))
+
+
+def _anchor_positions(length: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, ... up to `length`."""
+    return _POWERS[length.bit_length()]
 
 
 def _common_prefix(a: tuple[BlockKey, ...], b: tuple[BlockKey, ...], known: int, limit: int) -> int:

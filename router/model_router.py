@@ -66,6 +66,9 @@ class ModelRouter:
     def has(self, request_id: str) -> bool:
         return request_id in self._queue or request_id in self._bookings
 
+    def is_waiting(self, request_id: str) -> bool:
+        return request_id in self._queue
+
     def submit(self, request: RoutingRequest, now_s: float) -> None:
         if request.request_id in self._queue:
             raise ValueError(f"request_id must be unique among waiting requests, got {request.request_id!r} again")
@@ -74,8 +77,7 @@ class ModelRouter:
         if rejection is not None:
             self._answers.append(rejection)
             return
-        rate = self._rates.rates("").prefill_tokens_per_s
-        self._queue.submit(request, now_s, request.num_prompt_tokens / rate)
+        self._queue.submit(request, now_s, request.num_prompt_tokens / self._rates.typical_prefill_tokens_per_s)
 
     def step(self, now_s: float) -> list[Decision | Rejection]:
         answers: list[Decision | Rejection] = list(self._answers)

@@ -271,23 +271,24 @@ class PrefixIndex:
         """Fills `depths` for the replicas of `mask`, whose blocks are closed under "parent"."""
         nodes = self._nodes
         last = nodes.get(keys[-1])
-        # (lo, replicas holding position lo, hi, replicas holding position hi): hi is one past the end at first
-        spans = [(0, mask, len(keys) - 1, last.mask & mask if last is not None else 0)]
-        if spans[0][3]:
-            self._set_depth(spans[0][3], len(keys), depths)
+        hi, hi_mask = len(keys) - 1, last.mask & mask if last is not None else 0
+        if hi_mask:
+            self._set_depth(hi_mask, len(keys), depths)
+        # (lo, replicas holding position lo, hi, those of them holding position hi): more at lo than at hi, so some end between
+        spans = [(0, mask, hi, hi_mask)] if mask != hi_mask else []
         while spans:
             lo, lo_mask, hi, hi_mask = spans.pop()
-            if lo_mask == hi_mask:
-                continue
-            if hi - lo <= 1:
-                self._set_depth(lo_mask & ~hi_mask, lo + 1, depths)
-                continue
-            middle = (lo + hi) // 2
-            node = nodes.get(keys[middle])
-            middle_mask = node.mask & mask if node is not None else 0
-            spans.append((lo, lo_mask, middle, middle_mask))
-            if middle_mask:
-                spans.append((middle, middle_mask, hi, hi_mask))
+            while hi - lo > 1:
+                middle = (lo + hi) // 2
+                node = nodes.get(keys[middle])
+                middle_mask = node.mask & mask if node is not None else 0
+                if middle_mask == lo_mask:
+                    lo = middle
+                    continue
+                if middle_mask != hi_mask:
+                    spans.append((middle, middle_mask, hi, hi_mask))
+                hi, hi_mask = middle, middle_mask
+            self._set_depth(lo_mask & ~hi_mask, lo + 1, depths)
 
     def _walk(self, keys: Sequence[BlockKey], mask: int, depths: dict[str, int]) -> None:
         for position, key in enumerate(keys):
@@ -301,5 +302,10 @@ class PrefixIndex:
         self._set_depth(mask, len(keys), depths)
 
     def _set_depth(self, mask: int, depth: int, depths: dict[str, int]) -> None:
+        if not mask & (mask - 1):  # one replica, as most often
+            holder = self._slots[mask.bit_length() - 1] if mask else None
+            if holder is not None:
+                depths[holder.replica_id] = depth
+            return
         for holder in self._holders_in(mask):
             depths[holder.replica_id] = depth

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
-from statistics import median
+from math import inf
 
 from replicas.stats import ReplicaStats
 
@@ -16,6 +17,40 @@ class Rates:
     decode_step_s: float
 
 
+class _Smoothed:
+    """Owns one measured rate of each replica, smoothed, and their median at hand."""
+
+    def __init__(self, weight: float) -> None:
+        self._weight = weight
+        self._by_replica: dict[str, float] = {}
+        self._ranked: list[float] = []
+
+    def observe(self, replica_id: str, measured: float) -> None:
+        old = self._by_replica.get(replica_id)
+        if old is not None:
+            measured = old + self._weight * (measured - old)
+            self._drop(old)
+        self._by_replica[replica_id] = measured
+        insort(self._ranked, measured)
+
+    def forget(self, replica_id: str) -> None:
+        old = self._by_replica.pop(replica_id, None)
+        if old is not None:
+            self._drop(old)
+
+    def get(self, replica_id: str) -> float | None:
+        return self._by_replica.get(replica_id)
+
+    def median(self, otherwise: float) -> float:
+        ranked, middle = self._ranked, len(self._ranked) // 2
+        if not ranked:
+            return otherwise
+        return ranked[middle] if len(ranked) % 2 else (ranked[middle - 1] + ranked[middle]) / 2
+
+    def _drop(self, value: float) -> None:
+        del self._ranked[bisect_left(self._ranked, value)]
+
+
 class RateModel:
     """Owns the measured rates of one model's replicas.
 
@@ -25,33 +60,30 @@ class RateModel:
 
     def __init__(self, prior: Rates, *, weight: float = 0.3) -> None:
         self._prior = prior
-        self._weight = weight
-        self._prefill: dict[str, float] = {}  # replica id -> tokens/s
-        self._decode: dict[str, float] = {}  # replica id -> seconds
+        self._prefill = _Smoothed(weight)  # tokens/s
+        self._decode = _Smoothed(weight)  # seconds
+
+    @property
+    def typical_prefill_tokens_per_s(self) -> float:
+        """The median of the replicas."""
+        return self._prefill.median(self._prior.prefill_tokens_per_s)
 
     def observe(self, replica_id: str, stats: ReplicaStats) -> None:
         """Takes the measurements of one report in; absent or senseless ones are skipped."""
         for rates, measured in ((self._prefill, stats.prefill_tokens_per_s), (self._decode, stats.decode_step_s)):
-            if measured is not None and measured > 0:
-                old = rates.get(replica_id)
-                rates[replica_id] = measured if old is None else old + self._weight * (measured - old)
+            if measured is not None and 0 < measured < inf:
+                rates.observe(replica_id, measured)
 
     def forget(self, replica_id: str) -> None:
-        self._prefill.pop(replica_id, None)
-        self._decode.pop(replica_id, None)
+        self._prefill.forget(replica_id)
+        self._decode.forget(replica_id)
 
     def rates(self, replica_id: str) -> Rates:
+        prefill, decode = self._prefill.get(replica_id), self._decode.get(replica_id)
         return Rates(
-            prefill_tokens_per_s=self._rate(self._prefill, replica_id, self._prior.prefill_tokens_per_s),
-            decode_step_s=self._rate(self._decode, replica_id, self._prior.decode_step_s),
+            prefill_tokens_per_s=self.typical_prefill_tokens_per_s if prefill is None else prefill,
+            decode_step_s=self._decode.median(self._prior.decode_step_s) if decode is None else decode,
         )
-
-    @staticmethod
-    def _rate(rates: dict[str, float], replica_id: str, prior: float) -> float:
-        own = rates.get(replica_id)
-        if own is not None:
-            return own
-        return median(rates.values()) if rates else prior
 
 
 class DrainRate:

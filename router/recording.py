@@ -31,8 +31,16 @@ class DecisionRecorder:
         self._stream = stream
 
     def __call__(self, request: RoutingRequest, snapshot: ClusterSnapshot, seed: int, decision: Decision) -> None:
-        record = DecisionRecord(request=request, snapshot=snapshot, seed=seed, decision=decision)
-        self._stream.write(json.dumps(asdict(record), default=_to_json, separators=(",", ":")) + "\n")
+        record = {
+            "request": asdict(request),
+            "snapshot": {
+                "now_s": snapshot.now_s,
+                "replicas": [replica._asdict() | {"stats": asdict(replica.stats)} for replica in snapshot.replicas],
+            },
+            "seed": seed,
+            "decision": asdict(decision) | {"candidates": [candidate._asdict() for candidate in decision.candidates]},
+        }
+        self._stream.write(json.dumps(record, default=_to_json, separators=(",", ":")) + "\n")
 
 
 def read_records(lines: Iterable[str]) -> Iterator[DecisionRecord]:

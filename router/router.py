@@ -44,8 +44,14 @@ class Router:
         """Queues the request; a later `step` answers it.
 
         The id of a dispatched request may come again (a resend after a death): its old booking ends. Raises ValueError when
-        the id waits already.
+        the id waits already, for whatever model.
         """
+        known = self._model_of_request.get(request.request_id)
+        if known is not None and known != request.model:
+            other = self._models[known]
+            if other.is_waiting(request.request_id):
+                raise ValueError(f"request_id must be unique among waiting requests, got {request.request_id!r} again")
+            other.release(request.request_id, now_s)
         self._model(request.model).submit(request, now_s)
         self._model_of_request[request.request_id] = request.model
 

@@ -52,18 +52,20 @@ class ScoringPolicy:
         self._tie_s = tie_s
 
     def choose(self, request: RoutingRequest, snapshot: ClusterSnapshot, seed: int) -> Decision:
-        work_s = [replica.recent_work_s for replica in snapshot.replicas]
+        replicas = snapshot.replicas
+        work_s = [replica.recent_work_s for replica in replicas]
         least_work_s = min(work_s)
         utilization = min(_MAX_UTILIZATION, sum(work_s) / len(work_s) / RECENT_WORK_S)
         num_behind = self._weights.queueing * utilization / (1 - utilization)
-        scores = [self._score(request, replica, snapshot.now_s, least_work_s, num_behind) for replica in snapshot.replicas]
-        limit = min(score.cost for score in scores) + self._tie_s
+        num_outputs = min(request.max_tokens, self._expected_output_tokens * request.num_choices)
+        scores = [self._score(request, replica, snapshot.now_s, num_outputs, least_work_s, num_behind) for replica in replicas]
+        limit = min([score.cost for score in scores]) + self._tie_s
         tied = [index for index, score in enumerate(scores) if score.cost <= limit]
         best = tied[0]
         if len(tied) > 1:
             key = _prefix_key(request, snapshot)
             best = max(tied, key=lambda index: rendezvous_weight(key, scores[index].replica_id))
-        chosen, terms = snapshot.replicas[best], dict(scores[best].terms)
+        chosen, terms = replicas[best], dict(scores[best].terms)
         return Decision(
             request_id=request.request_id,
             replica_id=chosen.replica_id,
@@ -73,27 +75,40 @@ class ScoringPolicy:
         )
 
     def _score(
-        self, request: RoutingRequest, replica: ReplicaSnapshot, now_s: float, least_work_s: float, num_behind: float
+        self,
+        request: RoutingRequest,
+        replica: ReplicaSnapshot,
+        now_s: float,
+        num_outputs: int,
+        least_work_s: float,
+        num_behind: float,
     ) -> CandidateScore:
+        # runs for each candidate of each decision: plain comparisons, because calls of min and max are half of its time
         weights, stats, size = self._weights, replica.stats, replica.block_size
-        rate = stats.prefill_tokens_per_s or 1.0
-        num_outputs = min(request.max_tokens, self._expected_output_tokens * request.num_choices)
+        rate, step_s = stats.prefill_tokens_per_s or 1.0, stats.decode_step_s or 0.0
         num_cached = replica.num_cached_blocks * size
-        num_uncached = max(1, request.num_prompt_tokens - num_cached)
-        num_pending = min(num_uncached - 1, max(0, replica.num_pending_blocks * size - num_cached))
+        num_uncached = request.num_prompt_tokens - num_cached
+        if num_uncached < 1:
+            num_uncached = 1
+        num_pending = replica.num_pending_blocks * size - num_cached
+        num_pending = 0 if num_pending <= 0 else num_pending if num_pending < num_uncached else num_uncached - 1
         wait_s = self._wait_s(request, replica, num_uncached, num_outputs)
         prefill_s = num_uncached / rate
         pending_s = -weights.pending * num_pending / rate
         computed_s = prefill_s + pending_s
         # blocks that are neither held nor worth keeping are taken first; what is beyond them evicts
-        num_new_blocks = (num_uncached - num_pending + num_outputs) / size
-        num_blank_blocks = max(0, min(stats.num_free_blocks, stats.num_blocks - stats.num_cached_blocks))
-        eviction_s = weights.eviction * max(0.0, num_new_blocks - num_blank_blocks) * size / rate
+        num_blank_blocks = stats.num_blocks - stats.num_cached_blocks
+        if num_blank_blocks > stats.num_free_blocks:
+            num_blank_blocks = stats.num_free_blocks
+        num_evicted_blocks = (num_uncached - num_pending + num_outputs) / size - (num_blank_blocks if num_blank_blocks > 0 else 0)
+        eviction_s = weights.eviction * num_evicted_blocks * size / rate if num_evicted_blocks > 0 else 0.0
         queueing_s = num_behind * computed_s
         slowdown_s = weights.slowdown * stats.num_running * computed_s
-        decode_s = weights.decode * num_outputs * (stats.decode_step_s or 0.0)
+        decode_s = weights.decode * num_outputs * step_s
         ahead_s = replica.recent_work_s - least_work_s
-        balance_s = _COLD_BALANCE * ahead_s + weights.balance * max(0.0, ahead_s - weights.tolerance * least_work_s)
+        beyond_s = ahead_s - weights.tolerance * least_work_s
+        balance_s = _COLD_BALANCE * ahead_s + (weights.balance * beyond_s if beyond_s > 0 else 0.0)
+        cost = wait_s + prefill_s + pending_s + queueing_s + slowdown_s + eviction_s + decode_s + balance_s
         terms: tuple[tuple[str, float], ...] = (
             ("wait", wait_s),
             ("prefill", prefill_s),
@@ -104,13 +119,12 @@ class ScoringPolicy:
             ("decode", decode_s),
             ("balance", balance_s),
         )
-        cost = wait_s + prefill_s + pending_s + queueing_s + slowdown_s + eviction_s + decode_s + balance_s
         if request.deadline_s is not None:
             late_s = now_s + wait_s + computed_s - request.deadline_s
             overdue_s = weights.miss_s + weights.overdue * late_s if late_s > 0 else 0.0
             terms = (*terms, ("overdue", overdue_s))
             cost += overdue_s
-        return CandidateScore(replica_id=replica.replica_id, cost=cost, terms=terms)
+        return CandidateScore(replica.replica_id, cost, terms)
 
     def _wait_s(self, request: RoutingRequest, replica: ReplicaSnapshot, num_uncached: int, num_outputs: int) -> float:
         """Prefill queued before this request; or, if longer, until a slot and enough blocks come free.
@@ -119,18 +133,16 @@ class ScoringPolicy:
         """
         stats = replica.stats
         rate = stats.prefill_tokens_per_s or 1.0
-        reported_s = max(0.0, stats.num_uncomputed_tokens / rate - replica.report_age_s)
-        queued_s = reported_s + replica.num_booked_prefill_tokens / rate
-        num_before = stats.num_running + stats.num_waiting + replica.num_booked_requests
-        answer_s = self._expected_output_tokens * (stats.decode_step_s or 0.0)
-        num_too_many = num_before + request.num_choices - replica.max_num_seqs
-        slots_s = max(0, num_too_many) * answer_s / replica.max_num_seqs
-        num_held_blocks = stats.num_blocks - stats.num_free_blocks
+        wait_s = stats.num_uncomputed_tokens / rate - replica.report_age_s
+        wait_s = replica.num_booked_prefill_tokens / rate + (wait_s if wait_s > 0 else 0.0)
+        num_too_many = stats.num_running + stats.num_waiting + replica.num_booked_requests + request.num_choices - replica.max_num_seqs
         num_needed_blocks = (num_uncached + num_outputs + replica.num_booked_context_tokens) / replica.block_size
-        blocks_s = 0.0
-        if stats.num_blocks and num_needed_blocks > stats.num_free_blocks:
-            blocks_s = (num_needed_blocks - stats.num_free_blocks) * answer_s / max(1, num_held_blocks)
-        return max(queued_s, slots_s, blocks_s)
+        num_missing_blocks = num_needed_blocks - stats.num_free_blocks if stats.num_blocks else 0
+        if num_too_many > 0 or num_missing_blocks > 0:
+            answer_s = self._expected_output_tokens * (stats.decode_step_s or 0.0)
+            num_held_blocks = max(1, stats.num_blocks - stats.num_free_blocks)
+            wait_s = max(wait_s, num_too_many * answer_s / replica.max_num_seqs, num_missing_blocks * answer_s / num_held_blocks)
+        return wait_s
 
 
 def _prefix_key(request: RoutingRequest, snapshot: ClusterSnapshot) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcache.hashing import BlockKey
 from replicas.stats import ReplicaStats
@@ -34,9 +35,11 @@ class RoutingRequest:
     """Replicas that already failed this request."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSnapshot:
-    """One candidate as the policy sees it: its last report plus everything booked on it since."""
+class ReplicaSnapshot(NamedTuple):
+    """One candidate as the policy sees it: its last report plus everything booked on it since.
+
+    A tuple, because a decision makes several: a frozen dataclass of as many fields takes more than twice as long to make.
+    """
 
     replica_id: str
     stats: ReplicaStats
@@ -65,8 +68,7 @@ class ClusterSnapshot:
     replicas: tuple[ReplicaSnapshot, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CandidateScore:
+class CandidateScore(NamedTuple):
     """One candidate's cost and the named terms (seconds) it is the sum of; the lowest cost is chosen."""
 
     replica_id: str

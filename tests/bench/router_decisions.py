@@ -1,6 +1,7 @@
 """What a decision costs: time at 64 and 1,000 replicas, and memory over millions of requests.
 
     python -m tests.bench.router_decisions speed [OUT.json]
+    python -m tests.bench.router_decisions lookup [OUT.json]
     python -m tests.bench.router_decisions soak [NUM_REQUESTS] [OUT.json]
 
 No engine runs: replicas are counters that report what they were sent. Every prompt is 8,000 tokens in 500 blocks (in the
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 from collections import OrderedDict, deque
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from time import thread_time
@@ -22,6 +24,7 @@ from kvcache.events import BlockEvicted, BlockStored, KVEvent
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.config import RouterConfig
 from router.policy_choice import make_policy
+from router.prefix_index import PrefixIndex
 from router.router import Router
 from router.snapshot import Decision, RoutingRequest
 
@@ -167,6 +170,34 @@ def speed(out: Path | None) -> None:
         out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
+def lookup(out: Path | None) -> None:
+    """The index alone: one prompt whose blocks 64 replicas hold to 64 different depths, among 100,000 blocks of others."""
+    rng = Random(1)
+    figures: dict[str, object] = {}
+    for num_tokens in (8_000, 128_000):
+        index = PrefixIndex()
+        num_blocks = num_tokens // BLOCK_SIZE
+        prompt = [b"prompt" + position.to_bytes(26, "big") for position in range(num_blocks)]
+        for number in range(64):
+            events = [BlockStored(key, parent) for parent, key in pairwise((ROOT, *prompt[: rng.randrange(1, num_blocks)]))]
+            other = [rng.randbytes(32) for _ in range(1_500)]
+            events += [BlockStored(key, parent) for parent, key in pairwise((ROOT, *other))]
+            index.apply(f"r{number:02}", epoch=1, first_event=0, events=events)
+        times = []
+        for _ in range(200):
+            keys = tuple(bytes(bytearray(key)) for key in prompt)  # a prompt's keys come in a message, not from the index
+            started_s = thread_time()
+            depths = index.match(keys)
+            times.append(thread_time() - started_s)
+            assert len(depths) == 64
+        times.sort()
+        figure = {"p50_us": 1e6 * times[len(times) // 2], "p99_us": 1e6 * times[len(times) * 99 // 100]}
+        figures[f"{num_tokens} tokens"] = figure
+        print(f"lookup of {num_tokens} tokens over 64 replicas", figure, flush=True)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
 def resident_bytes() -> int:
     with Path("/proc/self/statm").open() as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -199,5 +230,7 @@ if __name__ == "__main__":
     target = Path(sys.argv[-1]) if sys.argv[-1].endswith(".json") else None
     if sys.argv[1] == "speed":
         speed(target)
+    elif sys.argv[1] == "lookup":
+        lookup(target)
     else:
         soak(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 2_000_000, target)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from math import exp
 
 import pytest
@@ -138,7 +137,7 @@ def test_snapshot_with_a_match_is_its_own() -> None:
     replica = state()
     plain = replica.snapshot(0.0, 0, 0)
     assert replica.snapshot(0.05, 0, 0) is plain
-    assert replica.snapshot(0.05, 3, 0) == replace(plain, num_cached_blocks=3, num_pending_blocks=3, report_age_s=0.05)
+    assert replica.snapshot(0.05, 3, 0) == plain._replace(num_cached_blocks=3, num_pending_blocks=3, report_age_s=0.05)
     assert replica.snapshot(0.5, 0, 0).report_age_s == 0.5
 
 

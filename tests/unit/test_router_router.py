@@ -120,8 +120,22 @@ def test_submit_without_any_replica_is_rejected_as_unavailable_in_time() -> None
 def test_submit_same_id_twice_while_it_waits_is_an_error() -> None:
     router = make_router()
     router.submit(request("q"), 0.0)
-    with pytest.raises(ValueError, match="request_id must be unique"):
-        router.submit(request("q"), 0.0)
+    for model in ("m", "other"):
+        with pytest.raises(ValueError, match="request_id must be unique"):
+            router.submit(request("q", model=model), 0.0)
+    router.cancel("q", 0.0)
+    assert router.num_waiting == 0
+
+
+def test_submit_id_booked_for_another_model_ends_that_booking() -> None:
+    router = make_router()
+    router.apply_report(report("r0", model="m"), 0.0)
+    router.submit(request("q", model="m"), 0.0)
+    assert replicas_of(router.step(0.0)) == ["r0"]
+    router.submit(request("q", model="other"), 0.0)
+    assert state_of(router)["num_booked_requests"] == 0
+    router.cancel("q", 0.0)
+    assert router.num_waiting == 0
 
 
 def test_models_have_queues_of_their_own() -> None:

@@ -29,7 +29,7 @@ def terms(replica: ReplicaSnapshot, request: RoutingRequest = REQUEST, **weights
 
 
 def with_stats(**fields: float) -> ReplicaSnapshot:
-    return replace(REPLICA, stats=replace(REPLICA.stats, **fields))
+    return REPLICA._replace(stats=replace(REPLICA.stats, **fields))
 
 
 def test_idle_replica_costs_its_prefill_and_decode() -> None:
@@ -48,15 +48,15 @@ def test_idle_replica_costs_its_prefill_and_decode() -> None:
 
 
 def test_cached_blocks_save_prefill_and_pending_ones_most_of_it() -> None:
-    cached = terms(replace(REPLICA, num_cached_blocks=10, num_pending_blocks=15), pending=0.9)
+    cached = terms(REPLICA._replace(num_cached_blocks=10, num_pending_blocks=15), pending=0.9)
     assert cached["prefill"] == pytest.approx(0.16)
     assert cached["pending"] == pytest.approx(-0.9 * 0.08)
     # the last token is always computed
-    assert terms(replace(REPLICA, num_cached_blocks=20, num_pending_blocks=20))["prefill"] == pytest.approx(0.001)
+    assert terms(REPLICA._replace(num_cached_blocks=20, num_pending_blocks=20))["prefill"] == pytest.approx(0.001)
 
 
 def test_wait_is_reported_prefill_less_what_went_since_plus_bookings() -> None:
-    queued = replace(with_stats(num_uncomputed_tokens=2_000), report_age_s=0.5, num_booked_prefill_tokens=300)
+    queued = with_stats(num_uncomputed_tokens=2_000)._replace(report_age_s=0.5, num_booked_prefill_tokens=300)
     assert terms(queued)["wait"] == pytest.approx(2.0 - 0.5 + 0.3)
 
 
@@ -81,7 +81,7 @@ def test_eviction_costs_only_what_blank_blocks_do_not_hold() -> None:
 
 
 def test_balance_counts_recent_work_beyond_the_tolerance() -> None:
-    replicas = [replace(REPLICA, replica_id=f"r{number}", recent_work_s=work_s) for number, work_s in enumerate((50.0, 51.0, 60.0))]
+    replicas = [REPLICA._replace(replica_id=f"r{number}", recent_work_s=work_s) for number, work_s in enumerate((50.0, 51.0, 60.0))]
     balance = [dict(scored.terms)["balance"] for scored in score(REQUEST, *replicas, balance=0.1, tolerance=0.03)]
     # a hundredth of each second settles ties; beyond 51.5 s each costs a tenth more
     assert balance == pytest.approx([0.0, 0.01, 0.1 + 0.1 * 8.5])
@@ -89,9 +89,9 @@ def test_balance_counts_recent_work_beyond_the_tolerance() -> None:
 
 def test_queueing_prices_prefill_by_utilization() -> None:
     # 150 s of work in a window of 300 s: half busy, so one other second is lost for each of ours
-    assert terms(replace(REPLICA, recent_work_s=150.0), queueing=1.0)["queueing"] == pytest.approx(0.32)
+    assert terms(REPLICA._replace(recent_work_s=150.0), queueing=1.0)["queueing"] == pytest.approx(0.32)
     # and never more than at 90 % utilization
-    assert terms(replace(REPLICA, recent_work_s=900.0), queueing=1.0)["queueing"] == pytest.approx(9 * 0.32)
+    assert terms(REPLICA._replace(recent_work_s=900.0), queueing=1.0)["queueing"] == pytest.approx(9 * 0.32)
 
 
 def test_deadline_that_would_be_missed_costs_more() -> None:
@@ -103,7 +103,7 @@ def test_deadline_that_would_be_missed_costs_more() -> None:
 
 
 def test_ties_go_by_prefix_not_by_order_and_keep_to_it() -> None:
-    replicas = [replace(REPLICA, replica_id=f"r{number}") for number in range(8)]
+    replicas = [REPLICA._replace(replica_id=f"r{number}") for number in range(8)]
     policy = ScoringPolicy()
     chosen = set()
     for number in range(40):
