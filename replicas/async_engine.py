@@ -90,6 +90,7 @@ def merge_progress(earlier: RequestProgress, later: RequestProgress) -> RequestP
         later,
         token_ids=earlier.token_ids + later.token_ids,
         logprobs=earlier.logprobs + later.logprobs,
+        prompt_logprobs=later.prompt_logprobs if earlier.prompt_logprobs is None else earlier.prompt_logprobs,
         handoff=earlier.handoff or later.handoff,
     )
 

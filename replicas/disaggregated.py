@@ -68,8 +68,12 @@ class DisaggregatedEngine:
         if request.key in self._pairs:
             raise RequestRejected(f"request {request.request_id!r} choice {request.choice} is already running")
         num_tokens, longest = len(request.prompt_ids), self.decode.description.max_model_len
-        if num_tokens >= longest:
+        if num_tokens + (0 if request.params.max_tokens == 0 else 1) > longest:
             raise RequestRejected(f"the prompt has {num_tokens} tokens; the decode engine's max_model_len is {longest}")
+        if request.wants_prompt_logprobs:  # they need every position's logits, and so one engine that computes them all
+            self.decode.add_request(request)
+            self._pairs[request.key] = _Pair(request, is_decoding=True)
+            return
         self.prefill.add_request(replace(request, wants_handoff=True))
         self._pairs[request.key] = _Pair(request)
 

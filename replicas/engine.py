@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from replicas.handoffs import Handoffs
 from replicas.model_description import ModelDescription
 from replicas.model_runner import ModelRunner
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
-from replicas.sampler import SampledTokens, Sampler
+from replicas.sampler import BAD_LOGITS, SampledTokens, Sampler
 from replicas.sampling_state import SamplingState
 from replicas.scheduler import Scheduler
 from replicas.stats import ReplicaStats
@@ -210,14 +211,47 @@ class Engine:
     def _run(self, plan: StepPlan) -> SampledTokens:
         step = StepTensors.of(plan, self.description.block_size, self._device)
         logits_NV = self._runner.forward(step)
-        return self._sampler.sample(logits_NV, [self._sampling[c.state.request.key] for c in plan.chunks if c.samples])
+        states = [self._sampling[c.state.request.key] for c in plan.chunks if c.samples]
+        if any(chunk.scored for chunk in plan.chunks):
+            logits_NV = logits_NV[self._score(plan, logits_NV)]
+        sampled = self._sampler.sample(logits_NV, states)
+        for index, state in enumerate(states):
+            if any(math.isnan(token.logprob) for token in state.prompt_logprobs or ()):
+                sampled.errors[index] = BAD_LOGITS
+        return sampled
+
+    def _score(self, plan: StepPlan, logits_NV: torch.Tensor) -> list[int]:
+        """Takes the prompt log-probabilities of this step's scored positions; returns the rows of N that sample."""
+        sampling_rows: list[int] = []
+        row = 0
+        for chunk in plan.chunks:
+            request, num_scored = chunk.state.request, len(chunk.scored)
+            known = self._sampling[request.key].prompt_logprobs
+            if num_scored and known is not None:
+                targets = request.prompt_ids[chunk.scored.start + 1 : chunk.scored.stop + 1]
+                known += self._sampler.score(logits_NV[row : row + num_scored], targets, request.params.prompt_logprobs or 0)
+            row += num_scored
+            if chunk.samples:
+                sampling_rows.append(row)
+                row += 1
+        return sampling_rows
 
     def _with_logprobs(self, plan: StepPlan, sampled: SampledTokens, progress: list[RequestProgress]) -> list[RequestProgress]:
+        """The progress of this step's requests with what they asked for beside tokens."""
         keys = [c.state.request.key for c in plan.chunks if c.samples]
         logprobs = {key: found for key, found in zip(keys, sampled.logprobs, strict=True) if found is not None}
-        if not logprobs:
+        prompts = {key: found for key in keys if (found := self._sampling[key].prompt_logprobs) is not None}
+        if not logprobs and not prompts:
             return progress
-        return [replace(p, logprobs=(logprobs[p.key],)) if p.token_ids and p.key in logprobs else p for p in progress]
+        completed: list[RequestProgress] = []
+        for item in progress:
+            if item.key in logprobs and item.token_ids:
+                item = replace(item, logprobs=(logprobs[item.key],))
+            if item.key in prompts and item.finish_reason not in (FinishReason.FAILED, FinishReason.CANCELLED):
+                item = replace(item, prompt_logprobs=tuple(prompts[item.key]))
+                self._sampling[item.key].prompt_logprobs = None
+            completed.append(item)
+        return completed
 
     def _follow(self, progress: list[RequestProgress]) -> None:
         """Moves the sampling states to where the scheduler's requests are now."""

@@ -37,6 +37,8 @@ from replicas.step_tensors import StepTensors
 logger = logging.getLogger(__name__)
 
 MIN_BUDGET_TOKENS, MAX_BUDGET_TOKENS = 128, 8192
+MAX_SCORED_LOGITS = 1 << 25
+"""Of one step, kept for prompt_logprobs: 128 MiB in float32, whatever the prompt and the budget."""
 CHECK_TOKENS = 48
 CHECK_TOLERANCE = {torch.float32: 1e-3}
 """Greatest mean difference of logits from transformers' own, in standard deviations of the logits."""
@@ -89,6 +91,7 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=size.max_model_len,
+            max_num_scored_tokens=max(1, MAX_SCORED_LOGITS // loaded.vocab_size),
             eos_token_ids=loaded.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
             weights_version=config.weights_version,

@@ -167,7 +167,9 @@ class LLM:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         choices = [
             _Choice(
-                request=GenerationRequest(request_id=request_id, prompt_ids=tuple(prompt_ids), params=params, seed=seed, choice=index),
+                request=GenerationRequest(
+                    request_id=request_id, prompt_ids=tuple(prompt_ids), params=params.for_choice(index), seed=seed, choice=index
+                ),
                 stream=TextStream(self.tokenizer, params),
             )
             for index in range(params.n)
@@ -227,6 +229,7 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     num_cached_tokens: int = 0
     finish_reason: FinishReason = FinishReason.FAILED
     stop_reason: str | int | None = None
@@ -234,6 +237,8 @@ class _Choice:
 
     def take(self, progress: RequestProgress) -> None:
         self.num_cached_tokens = max(self.num_cached_tokens, progress.num_cached_tokens)
+        if progress.prompt_logprobs is not None:
+            self.prompt_logprobs = progress.prompt_logprobs
         delta = self.stream.push(progress)
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
@@ -266,10 +271,12 @@ class _Task:
     choices: list[_Choice]
 
     def output(self) -> RequestOutput:
+        scored = self.choices[0].prompt_logprobs
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.text,
             prompt_token_ids=self.prompt_ids,
+            prompt_logprobs=None if scored is None else [None, *scored],
             num_cached_tokens=self.choices[0].num_cached_tokens,
             outputs=[choice.output() for choice in self.choices],
         )

@@ -34,6 +34,8 @@ class RequestOutput:
     prompt: str | None
     """Text of the prompt; None when it was given as token ids."""
     prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    """One per prompt token, when asked for; None for the first, which nothing predicts."""
     num_cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache (first choice)."""
     outputs: list[CompletionOutput]

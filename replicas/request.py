@@ -62,9 +62,14 @@ class GenerationRequest:
     def key(self) -> RequestKey:
         return RequestKey(self.request_id, self.choice)
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Not once a token was emitted: they came with the first one, in the same message."""
+        return self.params.prompt_logprobs is not None and not self.output_ids
+
 
 class TokenLogprob(NamedTuple):
-    """Log-probability of one generated token under the model, with the most probable alternatives, best first."""
+    """Log-probability of one token under the model, with the most probable alternatives, best first."""
 
     token_id: int
     logprob: float
@@ -83,6 +88,8 @@ class RequestProgress:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     """One per token when asked for, else empty."""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """One per prompt token after the first, once for each request that asks, with its first token or, at zero tokens, its end."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The stop token that ended it, when `finish_reason` is STOP."""

@@ -24,7 +24,7 @@ class RequestState:
 
     __slots__ = (
         "arrival_number", "awaits_load", "block_ids", "chain", "is_loading", "key", "max_num_tokens", "num_cached_tokens",
-        "num_computed_tokens", "num_preemptions", "request", "status", "stop_token_ids", "token_ids",
+        "num_computed_tokens", "num_preemptions", "num_scored", "num_to_score", "request", "status", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +47,8 @@ class RequestState:
         self.block_ids: list[int] = []
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_to_score = len(request.prompt_ids) - 1 if request.wants_prompt_logprobs else 0  # leading positions, for prompt_logprobs
+        self.num_scored = 0  # of these, the ones whose logits were taken; a preemption does not undo it
         self.status = RequestStatus.WAITING
         self.awaits_load = False  # waits for blocks into which another replica's KV shall go
         self.is_loading = False  # runs, but its KV is on the way: nothing to compute until then

@@ -72,7 +72,7 @@ class Sampler:
             for row in plain:
                 token_ids[row] = argmax[row]
                 if not math.isfinite(best[row]):
-                    errors[row] = _BAD_LOGITS
+                    errors[row] = BAD_LOGITS
         rows_per_chunk = max(1, _CHUNK_ELEMENTS // self.vocab_size)
         for start in range(0, len(others), rows_per_chunk):
             chunk = others[start : start + rows_per_chunk]
@@ -85,6 +85,16 @@ class Sampler:
             for row, logprob in zip(chunk, found, strict=True):
                 logprobs[row] = logprob
         return SampledTokens(token_ids=token_ids, logprobs=logprobs, errors=errors)
+
+    @torch.inference_mode()
+    def score(self, logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
+        """Log-probability of the given token in each row, with the row's `num_top` best; NaN where logits are not finite."""
+        found: list[TokenLogprob] = []
+        rows_per_chunk = max(1, _CHUNK_ELEMENTS // self.vocab_size)
+        for start in range(0, len(token_ids), rows_per_chunk):
+            ids = list(token_ids[start : start + rows_per_chunk])
+            found += _logprobs(logits_RV[start : start + len(ids)].float(), ids, [num_top] * len(ids))
+        return found
 
     def _sample_chunk(
         self, logits_RV: Tensor, rows: list[int], states: list[SamplingState], token_ids: list[int], errors: dict[int, str]
@@ -105,14 +115,14 @@ class Sampler:
         for i, token_id in enumerate(token_R.tolist()):
             token_ids[rows[i]] = token_id
             if is_bad[i]:
-                errors[rows[i]] = _BAD_LOGITS
+                errors[rows[i]] = BAD_LOGITS
             elif best[i] == -math.inf:
                 errors[rows[i]] = _NONE_ALLOWED
             elif not math.isfinite(best[i]):
                 errors[rows[i]] = _OVERFLOW
 
 
-_BAD_LOGITS = "the model produced logits that are not finite"
+BAD_LOGITS = "the model produced logits that are not finite"
 _OVERFLOW = "penalties made the logits overflow; use a repetition_penalty nearer to 1"
 _NONE_ALLOWED = "no token is allowed: every one is suppressed or masked"
 

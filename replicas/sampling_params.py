@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 MAX_LOGPROBS = 20
 
@@ -18,7 +18,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 16
-    """Most tokens to generate; None means up to `max_model_len`."""
+    """Most tokens to generate; None means up to `max_model_len`. 0 is for `prompt_logprobs` alone."""
     min_tokens: int = 0
     """EOS and stop tokens have probability zero, and stop strings are ignored, before this many tokens."""
     temperature: float = 1.0
@@ -43,6 +43,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Top alternatives to report per token, 0 for the chosen token's alone; None reports nothing.
     They are log-softmax of the model's own logits, before penalties, bias, temperature and filters."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for each prompt token after the first. Such a prompt is computed whole: cached KV has no logits."""
     n: int = 1
     """Choices per prompt; each is a request of its own under one decision."""
     seed: int | None = None
@@ -50,7 +52,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        least = 1 if self.prompt_logprobs is None else 0
+        _require(self.max_tokens is None or self.max_tokens >= least, "max_tokens", f"at least {least}", self.max_tokens)
         _require(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
@@ -62,9 +65,21 @@ class SamplingParams:
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]", self.frequency_penalty)
         _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", "a finite number above 0", self.repetition_penalty)
         _require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"in [0, {MAX_LOGPROBS}]", self.logprobs)
+        _require(
+            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+            "prompt_logprobs",
+            f"in [0, {MAX_LOGPROBS}]",
+            self.prompt_logprobs,
+        )
         _require(self.n >= 1, "n", "at least 1", self.n)
         _require(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", "finite numbers", self.logit_bias)
         _require(all(self.stop), "stop", "non-empty strings", self.stop)
+
+    def for_choice(self, choice: int) -> SamplingParams:
+        """What choice number `choice` asks of an engine: the prompt's log-probabilities, equal for all, come with the first."""
+        if choice == 0 or self.prompt_logprobs is None or self.max_tokens == 0:
+            return self
+        return replace(self, prompt_logprobs=None)
 
     @property
     def has_penalties(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from replicas.request import TokenLogprob
 from replicas.sampling_params import SamplingParams
 
 _MAX_BIAS = 1e30
@@ -49,6 +50,8 @@ class SamplingState:
         self.mask = mask
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         """Tokens that end the request."""
+        self.prompt_logprobs: list[TokenLogprob] | None = None if params.prompt_logprobs is None or output_ids else []
+        """What is known of the prompt so far; None when it was not asked for, or is reported."""
         self.bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64, count=len(params.logit_bias))
         self.bias_values = np.fromiter(params.logit_bias.values(), dtype=np.float64, count=len(params.logit_bias))
         self.bias_values = self.bias_values.clip(-_MAX_BIAS, _MAX_BIAS)

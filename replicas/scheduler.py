@@ -25,6 +25,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     """Token budget of a step, at least `max_num_seqs` so that every running request can decode."""
     max_model_len: int
+    max_num_scored_tokens: int = 512
+    """Most positions of a step whose logits are kept for `prompt_logprobs`: a row of the vocabulary's size each."""
     eos_token_ids: frozenset[int] = frozenset()
     enable_prefix_caching: bool = True
     weights_version: str = ""
@@ -75,17 +77,19 @@ class Scheduler:
         num_prompt = len(request.prompt_ids)
         if num_prompt == 0:
             raise RequestRejected("the prompt is empty")
-        if num_prompt >= self.config.max_model_len:
+        params = request.params
+        if num_prompt + (0 if params.max_tokens == 0 else 1) > self.config.max_model_len:
             raise RequestRejected(
                 f"the prompt has {num_prompt} tokens; with at least one to generate, max_model_len {self.config.max_model_len} is exceeded"
             )
         if request.key in self._states:
             raise RequestRejected(f"request {request.request_id!r} choice {request.choice} is already running")
-        params = request.params
+        if request.wants_prompt_logprobs and (request.wants_handoff or request.handoff is not None):
+            raise RequestRejected("prompt_logprobs are computed by one engine alone: a handoff brings KV without logits")
         max_num_tokens = self.config.max_model_len
         if params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, num_prompt + params.max_tokens)
-        if num_prompt + len(request.output_ids) >= max_num_tokens:
+        if num_prompt + len(request.output_ids) >= max_num_tokens and (request.output_ids or params.max_tokens != 0):
             raise RequestRejected(f"output_ids already holds {len(request.output_ids)} tokens: nothing is left to generate")
         stops = frozenset(params.stop_token_ids)
         state = RequestState(
@@ -180,6 +184,7 @@ class Scheduler:
         for chunk in plan.chunks:
             state = chunk.state
             state.num_computed_tokens += chunk.num_tokens
+            state.num_scored += len(chunk.scored)
             if not chunk.samples:
                 continue
             index, new_ids = next(samples)
@@ -248,6 +253,8 @@ class Scheduler:
         if len(self._running) >= self.config.max_num_seqs:
             return False
         cached = self._prefix_cache.match(state.chain, state.token_ids)
+        if state.num_scored < state.num_to_score:  # what is not computed has no logits
+            cached = cached[: state.num_scored // self.pool.block_size]
         num_new = self._num_blocks_for(len(state.token_ids)) - len(cached)
         # Counted before anything is touched: a try that fails must not look like a use of the cached blocks.
         num_taken = num_new + sum(self.pool.ref_count(block_id) == 0 for block_id in cached)
@@ -295,20 +302,31 @@ class Scheduler:
         """
         start = state.num_computed_tokens
         num_tokens = min(state.num_uncomputed_tokens, budget)
+        if state.num_scored < state.num_to_score:
+            room = self.config.max_num_scored_tokens - sum(len(chunk.scored) for chunk in chunks)
+            if room < state.num_to_score - state.num_scored:
+                num_tokens = min(num_tokens, state.num_scored + room - start)
+            if num_tokens == 0:
+                return 0
         end = start + num_tokens
+        scored = range(state.num_scored, max(state.num_scored, min(end, state.num_to_score)))
         size = self.pool.block_size
         first, last = start // size, end // size
         if first < last:
             published += self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, first, last)
         samples = end == len(state.token_ids)
         is_prefill = not state.is_decoding
-        chunks.append(ScheduledChunk(state=state, start=start, num_tokens=num_tokens, samples=samples, is_prefill=is_prefill))
+        chunks.append(
+            ScheduledChunk(state=state, start=start, num_tokens=num_tokens, samples=samples, is_prefill=is_prefill, scored=scored)
+        )
         return num_tokens
 
     def _append(self, state: RequestState, new_ids: Sequence[int]) -> RequestProgress:
         taken: list[int] = []
         reason: FinishReason | None = None
         stop_token_id: int | None = None
+        if len(state.token_ids) >= state.max_num_tokens:  # nothing was asked for but the prompt's own log-probabilities
+            new_ids, reason = (), FinishReason.LENGTH
         for token_id in new_ids:
             taken.append(token_id)
             state.token_ids.append(token_id)

@@ -16,6 +16,8 @@ class ScheduledChunk:
     num_tokens: int
     samples: bool
     is_prefill: bool
+    scored: range = range(0)
+    """Positions whose logits give the log-probability of the prompt token after each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

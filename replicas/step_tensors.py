@@ -25,7 +25,7 @@ class StepTensors:
     block_tables_RM: torch.Tensor
     """int32, padded with 0."""
     logit_rows: torch.Tensor
-    """int64 indices into T of the tokens whose logits are wanted."""
+    """int64 indices into T of the tokens whose logits are wanted, ascending: each chunk's scored ones, then its sampling one."""
     max_query_len: int
     max_context_len: int
 
@@ -45,7 +45,6 @@ class StepTensors:
         row_T = np.repeat(np.arange(len(chunks)), lens_R)
         positions_T = np.arange(len(token_ids)) - starts_R1[row_T] + (context_R - lens_R)[row_T]
         slots_T = tables_RM[row_T, positions_T // block_size].astype(np.int64) * block_size + positions_T % block_size
-        samples_R = np.array([chunk.samples for chunk in chunks], dtype=bool)
         return cls(
             token_ids_T=_tensor(np.array(token_ids, dtype=np.int64), device),
             positions_T=_tensor(positions_T.astype(np.int64), device),
@@ -53,10 +52,21 @@ class StepTensors:
             query_starts_R1=_tensor(starts_R1, device),
             context_lens_R=_tensor(context_R, device),
             block_tables_RM=_tensor(tables_RM, device),
-            logit_rows=_tensor((starts_R1[1:][samples_R] - 1).astype(np.int64), device),
+            logit_rows=_tensor(_logit_rows(plan, starts_R1), device),
             max_query_len=int(lens_R.max()),
             max_context_len=int(context_R.max()),
         )
+
+
+def _logit_rows(plan: StepPlan, starts_R1: np.ndarray) -> np.ndarray:
+    samples_R = np.array([chunk.samples for chunk in plan.chunks], dtype=bool)
+    last_rows = (starts_R1[1:][samples_R] - 1).astype(np.int64)
+    scored_rows = [
+        np.arange(chunk.scored.start, chunk.scored.stop, dtype=np.int64) + int(start) - chunk.start
+        for chunk, start in zip(plan.chunks, starts_R1, strict=False)
+        if chunk.scored
+    ]
+    return np.sort(np.concatenate([*scored_rows, last_rows])) if scored_rows else last_rows
 
 
 def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:

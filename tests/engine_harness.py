@@ -16,6 +16,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 class Generated:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     error: str | None = None
@@ -42,6 +43,10 @@ def run(engine: Engine, requests: Iterable[GenerationRequest], *, check: bool = 
             assert result.finish_reason is None, "progress after the end"
             result.token_ids += progress.token_ids
             result.logprobs += progress.logprobs
+            if progress.prompt_logprobs is not None:
+                assert result.prompt_logprobs is None, "prompt log-probabilities reported twice"
+                assert result.token_ids == list(progress.token_ids), "prompt log-probabilities after the first token"
+                result.prompt_logprobs = progress.prompt_logprobs
             result.finish_reason = progress.finish_reason
             result.num_cached_tokens = progress.num_cached_tokens
             result.error = progress.error

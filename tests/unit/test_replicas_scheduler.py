@@ -1,6 +1,7 @@
 """The scheduler with hand-counted steps, and as a state machine against its invariants."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -255,8 +256,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = _scheduler(num_blocks=self.NUM_BLOCKS, block_size=self.BLOCK_SIZE, max_num_seqs=4, budget=9, max_model_len=40)
+        self.scheduler.config = replace(self.scheduler.config, max_num_scored_tokens=5)
         self.accepted: list[RequestKey] = []
         self.endings = Counter[RequestKey]()
+        self.scored = Counter[tuple[RequestKey, int]]()
+        self.num_to_score: dict[RequestKey, int] = {}
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> the whole history written there
 
     @rule(
@@ -265,14 +269,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.integers(0, 3),
         max_tokens=st.integers(1, 25),
         priority=st.integers(0, 2),
+        wants_scores=st.booleans(),
     )
-    def submit(self, prefix: int, length: int, tail: int, max_tokens: int, priority: int) -> None:
+    def submit(self, prefix: int, length: int, tail: int, max_tokens: int, priority: int, wants_scores: bool) -> None:
         prompt = tuple([prefix] * length + [10 + tail] * tail)
         name = f"r{len(self.accepted)}"
-        request = GenerationRequest(
-            request_id=name, prompt_ids=prompt, params=SamplingParams(max_tokens=max_tokens), seed=0, priority=priority
-        )
+        params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=0 if wants_scores else None)
+        request = GenerationRequest(request_id=name, prompt_ids=prompt, params=params, seed=0, priority=priority)
         self.scheduler.add(request)
+        self.num_to_score[request.key] = len(prompt) - 1 if wants_scores else 0
         self.accepted.append(request.key)
 
     @precondition(lambda self: self.accepted)
@@ -299,6 +304,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = self.BLOCK_SIZE
         for chunk in plan.chunks:
             assert chunk.num_tokens >= 1
+            for position in chunk.scored:
+                assert chunk.start <= position < chunk.start + chunk.num_tokens, "scored without being computed"
+                self.scored[chunk.state.request.key, position] += 1
+        assert sum(len(chunk.scored) for chunk in plan.chunks) <= 5
+        for chunk in plan.chunks:
             tokens = chunk.state.token_ids
             for position in range(chunk.start, chunk.start + chunk.num_tokens):
                 block = chunk.state.block_ids[position // size]
@@ -315,6 +325,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if item.finish_reason is not None:
                 self.endings[item.key] += 1
                 assert self.endings[item.key] == 1, "a request ended twice"
+            if item.token_ids:
+                scored = [self.scored[item.key, position] for position in range(self.num_to_score[item.key])]
+                assert set(scored) <= {1}, "a position was scored never or twice"
         self.scheduler.check()
 
     @invariant()
