@@ -37,9 +37,11 @@ class ChoiceDelta:
     """What one choice adds to the answer. The last one of each choice, and only it, has a `finish_reason`."""
 
     index: int
-    text: str
+    text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """One per prompt token after the first, in the first delta of each choice, when the request asks for them."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -81,6 +83,8 @@ class ChoiceStreams:
         self._sleep = sleep
         self._queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(_QUEUE_SIZE)
         self._tasks: list[asyncio.Task[None]] = []
+        self._scored = [asyncio.Event() for _ in prepared.requests]  # prompt -> its log-probabilities are there
+        self._prompt_logprobs: list[tuple[TokenLogprob, ...] | None] = [None] * len(prepared.requests)
         self._num_cached = [0] * len(prepared.requests)  # prompt -> its tokens that some choice found cached
 
     async def __aenter__(self) -> ChoiceStreams:
@@ -119,13 +123,26 @@ class ChoiceStreams:
                 self._record.queue_s = self._clock() - self._record.started_s
             async with asyncio.TaskGroup() as group:
                 for choice in range(self._prepared.params.n):
-                    journal = StreamJournal(replace(request, choice=choice))
+                    params = self._prepared.params.for_choice(choice)
+                    journal = StreamJournal(replace(request, choice=choice, params=params))
                     emitted.append(journal)
-                    group.create_task(self._run_choice(journal, first_index + choice, decision.replica_id))
+                    is_scored_apart = choice > 0 and self._prepared.params.prompt_logprobs is not None
+                    run = self._run_scored_choice if is_scored_apart else self._run_choice
+                    group.create_task(run(journal, first_index + choice, decision.replica_id))
         except* Exception as errors:  # noqa: BLE001 - passed on: the reader raises it
             await self._queue.put(_first(errors))
         finally:
             self._backend.release(request.request_id, sum(journal.num_tokens for journal in emitted))
+
+    async def _run_scored_choice(self, journal: StreamJournal, index: int, replica_id: str) -> None:
+        """A choice whose first sibling scores the prompt for both. It waits for that, and then finds the prompt cached."""
+        position = index // self._prepared.params.n
+        await self._scored[position].wait()
+        is_all = self._prepared.params.max_tokens == 0
+        reason = FinishReason.LENGTH if is_all else None
+        await self._queue.put(ChoiceDelta(index=index, prompt_logprobs=self._prompt_logprobs[position], finish_reason=reason))
+        if not is_all:
+            await self._run_choice(journal, index, replica_id)
 
     async def _run_choice(self, journal: StreamJournal, index: int, replica_id: str) -> None:
         request = journal.current_request()
@@ -169,6 +186,10 @@ class ChoiceStreams:
                 is_cut = progress.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED)
                 delta = text.push(replace(progress, finish_reason=None) if is_cut else progress)
                 self._note_cached(index, progress.num_cached_tokens)
+                if progress.prompt_logprobs is not None:
+                    self._note_scored(index, progress.prompt_logprobs)
+                if delta.finish_reason is not None and journal.wants_prompt_logprobs and not self._is_scored(index):
+                    raise GenerationFailed("the engine gave no log-probabilities of the prompt")
                 if delta.text or delta.token_ids or delta.finish_reason is not None:
                     await self._queue.put(
                         ChoiceDelta(
@@ -176,6 +197,7 @@ class ChoiceStreams:
                             text=delta.text,
                             token_ids=tuple(delta.token_ids),
                             logprobs=tuple(delta.logprobs),
+                            prompt_logprobs=progress.prompt_logprobs,
                             finish_reason=delta.finish_reason,
                             stop_reason=delta.stop_reason,
                         )
@@ -187,6 +209,14 @@ class ChoiceStreams:
                 if is_cut:
                     raise ReplicaGone(replica_id, "it stopped the request")
         raise ReplicaGone(replica_id, "its stream ended early")
+
+    def _is_scored(self, index: int) -> bool:
+        return self._scored[index // self._prepared.params.n].is_set()
+
+    def _note_scored(self, index: int, prompt_logprobs: tuple[TokenLogprob, ...]) -> None:
+        position = index // self._prepared.params.n
+        self._prompt_logprobs[position] = prompt_logprobs
+        self._scored[position].set()
 
     def _note_cached(self, index: int, num_tokens: int) -> None:
         """Like the prompt tokens they are part of, cached ones count once a prompt, whatever the number of choices."""

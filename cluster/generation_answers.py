@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -56,13 +57,15 @@ class GenerationAnswers:
         async with aclosing(self._deltas(prepared, model, record)) as deltas:
             async for delta in deltas:
                 whole.add(delta)
-        return JSONResponse(whole.body(_usage(record)))
+        if prepared.params.prompt_logprobs is None:
+            return JSONResponse(whole.body(_usage(record)))
+        return await asyncio.to_thread(lambda: JSONResponse(whole.body(_usage(record))))  # long as the prompt is
 
     async def _deltas(self, prepared: PreparedGeneration, model: ServedModel, record: AccessRecord) -> AsyncGenerator[ChoiceDelta, None]:
         """Closing it cancels what still runs."""
         if prepared.is_prompt_only:
             for index in range(prepared.num_choices):
-                yield ChoiceDelta(index=index, text="", finish_reason=FinishReason.LENGTH)
+                yield ChoiceDelta(index=index, finish_reason=FinishReason.LENGTH)
             return
         async with ChoiceStreams(prepared, model, self._backend, record, self._policy) as streams:
             async for delta in streams:
@@ -75,7 +78,9 @@ class GenerationAnswers:
         async with aclosing(self._deltas(prepared, model, record)) as deltas:
             try:
                 async for delta in deltas:
-                    new = chunks.delta(delta) if has_begun else [*chunks.start(), *chunks.delta(delta)]
+                    is_long = delta.prompt_logprobs is not None
+                    added = await asyncio.to_thread(chunks.delta, delta) if is_long else chunks.delta(delta)
+                    new = added if has_begun else [*chunks.start(), *added]
                     if new:
                         yield _join(new)
                         has_begun = True

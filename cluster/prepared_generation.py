@@ -25,6 +25,10 @@ class PreparedGeneration:
     include_usage: bool = False
     echoes: tuple[str, ...] = ()
     """Text put before the answer of each prompt, or empty."""
+    echoes_logprobs: bool = False
+    """The echo has log-probabilities, as many as the answer."""
+    num_prompt_logprobs: int | None = None
+    """Alternatives in the answer's own list of the prompt's log-probabilities (an extension); None leaves the list out."""
     is_prompt_only: bool = False
     """Zero tokens were asked for: the prompt is checked and echoed, nothing runs."""
     created_s: int = 0
@@ -41,16 +45,21 @@ class PreparedGeneration:
         """Text that comes before the answer of choice `index`."""
         return self.echoes[index // self.params.n] if self.echoes else ""
 
+    def prompt_ids(self, index: int) -> tuple[int, ...]:
+        """The prompt of choice `index`."""
+        return self.requests[index // self.params.n].prompt_ids
+
 
 def routing_request(model: str, request: GenerationRequest, *, block_size: int, weights_version: str, num_choices: int) -> RoutingRequest:
-    """What the router needs to know of a prompt: its size and the keys of its full blocks."""
+    """What the router needs to know of a prompt: its size and the keys of its full blocks, unless none may be reused."""
+    reusable_ids = () if request.wants_prompt_logprobs else request.prompt_ids
     identity = CacheIdentity(salt=request.cache_salt, adapter_id=request.adapter_id, weights_version=weights_version)
     return RoutingRequest(
         request_id=request.request_id,
         model=model,
         num_prompt_tokens=len(request.prompt_ids) + len(request.output_ids),
         max_tokens=num_choices * (request.params.max_tokens or 0),
-        block_keys=tuple(block_keys(identity, request.prompt_ids, block_size)),
+        block_keys=tuple(block_keys(identity, reusable_ids, block_size)),
         num_choices=num_choices,
         priority=request.priority,
         tenant=request.tenant,

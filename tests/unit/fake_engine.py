@@ -77,6 +77,7 @@ class EchoEngine:
         if not plan.chunks:
             return StepOutput(progress=tuple(self.scheduler.take_ended()))
         sampling = [chunk.state for chunk in plan.chunks if chunk.samples]
+        first = {state.request.key: state.request for state in sampling if state.num_output_tokens == 0}
         token_ids = [self._next(state.request, state.num_output_tokens) for state in sampling]
         if self.tokens_left is not None:
             self.tokens_left -= len(token_ids)
@@ -86,7 +87,7 @@ class EchoEngine:
         progress = self.scheduler.update(plan, [[token_id] for token_id in token_ids], errors)
         wants = {state.request.key: state.request.params.logprobs for state in sampling}
         return StepOutput(
-            progress=tuple(_with_logprobs(item, wants.get(item.key)) for item in progress),
+            progress=tuple(_with_prompt_logprobs(_with_logprobs(item, wants.get(item.key)), first.get(item.key)) for item in progress),
             num_prefill_tokens=plan.num_prefill_tokens,
             num_decode_tokens=plan.num_tokens - plan.num_prefill_tokens,
             num_preemptions=plan.num_preemptions,
@@ -120,6 +121,18 @@ class EchoEngine:
         if request.params.ignore_eos:
             return prompt[position % len(prompt)]
         return prompt[position] if position < len(prompt) else self._eos
+
+
+def _with_prompt_logprobs(progress: RequestProgress, request: GenerationRequest | None) -> RequestProgress:
+    """Token i of the prompt has the log-probability -i."""
+    if request is None or not request.wants_prompt_logprobs or progress.finish_reason is FinishReason.FAILED:
+        return progress
+    num_top = request.params.prompt_logprobs or 0
+    entries = tuple(
+        TokenLogprob(token_id, -float(position), tuple((token_id + rank, -float(position) - 0.25 * rank) for rank in range(num_top)))
+        for position, token_id in enumerate(request.prompt_ids[1:], 1)
+    )
+    return replace(progress, prompt_logprobs=entries)
 
 
 def _with_logprobs(progress: RequestProgress, num_top: int | None) -> RequestProgress:

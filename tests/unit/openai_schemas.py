@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 from typing import Any
@@ -27,9 +28,33 @@ def _validator(name: str) -> Validator:
     return Draft202012Validator({"$ref": f"{_URI}#/components/schemas/{name}"}, registry=_registry())
 
 
+def schema_properties(name: str) -> set[str]:
+    """Names of the properties of an object, those of the parts of an `allOf` included."""
+    schemas = _registry().contents(_URI)["components"]["schemas"]
+
+    def collect(schema: dict[str, Any]) -> set[str]:
+        if "$ref" in schema:
+            return collect(schemas[schema["$ref"].rsplit("/", 1)[1]])
+        return {*schema.get("properties", ()), *(key for part in schema.get("allOf", ()) for key in collect(part))}
+
+    return collect(schemas[name])
+
+
 def check_schema(name: str, value: object) -> None:
     """Raises jsonschema's ValidationError when `value` does not match the schema of that name."""
     _validator(name).validate(value)
+
+
+def check_completion(value: dict[str, Any]) -> None:
+    """As `check_schema("CreateCompletionResponse", value)`, but echoed log-probabilities begin with null, as those of the service
+    itself do; its description knows numbers only."""
+    value = copy.deepcopy(value)
+    for choice in value["choices"]:
+        for name, number in (("token_logprobs", 0.0), ("top_logprobs", {})):
+            values = (choice["logprobs"] or {}).get(name)
+            if values and values[0] is None:
+                values[0] = number
+    check_schema("CreateCompletionResponse", value)
 
 
 def matches_schema(name: str, value: object) -> bool:

@@ -166,7 +166,7 @@ async def test_chat_parameter_that_asks_for_nothing_is_taken(client: httpx.Async
         ({"best_of": 2}, "best_of"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"logprobs": 6}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
+        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
         ({"messages": MESSAGES}, "messages"),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from replicas.text.tokenizer import Tokenizer
 from tests.unit.in_process_cluster import MODEL, InProcessCluster, running_cluster
-from tests.unit.openai_schemas import check_schema
+from tests.unit.openai_schemas import check_completion, check_schema
 
 NUM_BODIES = 2_000
 
@@ -57,6 +57,7 @@ shared_fields = {
     "metadata": field(st.dictionaries(texts, texts, max_size=3)),
     "cache_salt": field(texts),
     "priority": field(st.integers(-5, 5)),
+    "prompt_logprobs": field(st.integers(0, 21)),
 }
 messages = st.lists(
     field(
@@ -153,7 +154,7 @@ def test_any_body_gets_an_answer_or_a_named_error(server: _Server, call: tuple[s
     elif path == "/v1/chat/completions":
         check_schema("CreateChatCompletionResponse", response.json())
     elif path == "/v1/completions":
-        check_schema("CreateCompletionResponse", response.json())
+        check_completion(response.json())
 
 
 @pytest.mark.slow

@@ -65,12 +65,9 @@ def parse_completion_request(fields: Mapping[str, Any], limits: RequestLimits) -
         raise BadRequest("Invalid value for 'best_of': must be at least 'n'; leave it out.", param="best_of", code="invalid_value")
     if len(body.prompt) > limits.max_prompts:
         raise _too_many("prompt", len(body.prompt), limits.max_prompts)
-    if body.echo and body.logprobs is not None:
-        raise BadRequest(
-            "'echo' with 'logprobs' needs the log-probabilities of the prompt, which this server does not give: leave one out.",
-            param="echo",
-            code="unsupported_parameter",
-        )
+    if body.max_tokens == 0 and body.min_tokens:
+        message = f"Invalid value for 'min_tokens': must be at most max_tokens (0), got {body.min_tokens}."
+        raise BadRequest(message, param="min_tokens", code="invalid_value")
     return body
 
 
@@ -118,10 +115,11 @@ async def prepare_completion(body: CompletionRequest, model: ServedModel, caller
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         echoes=tuple(echoes) if body.echo else (),
+        echoed_logprobs=body.logprobs if body.echo else None,
     )
 
 
-def sampling_params(body: GenerationFields, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def sampling_params(body: GenerationFields, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
     """Wire values with OpenAI's defaults. Raises BadRequest for combinations that SamplingParams refuses."""
     top_k, top_p = _or(body.top_k, 0), _or(body.top_p, 1.0)
     if top_p == 0:  # allowed on the wire: the smallest nucleus is the most probable token
@@ -143,6 +141,7 @@ def sampling_params(body: GenerationFields, *, max_tokens: int, logprobs: int | 
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
             ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             n=_or(body.n, 1),
             seed=body.seed,
             skip_special_tokens=body.skip_special_tokens is not False,
@@ -163,12 +162,16 @@ def _prepare(
     max_tokens: int | None,
     logprobs: int | None,
     echoes: tuple[str, ...] = (),
+    echoed_logprobs: int | None = None,
 ) -> PreparedGeneration:
     room = min(_room(prompt, prompt_param, max_tokens, model) for prompt in prompts)
     _check_vocabulary("stop_token_ids", body.stop_token_ids or (), model)
     _check_vocabulary("logit_bias", body.logit_bias or (), model)
-    # Room is positive wherever tokens are asked for; zero tokens run nothing and keep a valid placeholder of one.
-    params = sampling_params(body, max_tokens=max(1, room if max_tokens is None else max_tokens), logprobs=logprobs)
+    prompt_logprobs = max((asked for asked in (echoed_logprobs, body.prompt_logprobs) if asked is not None), default=None)
+    is_prompt_only = max_tokens == 0 and prompt_logprobs is None
+    # Room is positive wherever tokens are asked for; what runs nothing keeps a valid placeholder of one.
+    num_tokens = 1 if is_prompt_only else room if max_tokens is None else max_tokens
+    params = sampling_params(body, max_tokens=num_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     seed = secrets.randbits(63) if params.seed is None else params.seed
     return PreparedGeneration(
         response_id=response_id,
@@ -190,7 +193,9 @@ def _prepare(
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         echoes=echoes,
-        is_prompt_only=max_tokens == 0,
+        echoes_logprobs=echoed_logprobs is not None,
+        num_prompt_logprobs=body.prompt_logprobs,
+        is_prompt_only=is_prompt_only,
         created_s=int(time.time()),
     )
 

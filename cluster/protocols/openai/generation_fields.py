@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from cluster.errors import BadRequest
 from cluster.limits import RequestLimits
 from cluster.protocols.openai.wire import WireModel, is_number_within, json_type
+from replicas.sampling_params import MAX_LOGPROBS
 
 MAX_SEED = 2**63
 MAX_PRIORITY = 1_000_000
@@ -78,7 +79,7 @@ class GenerationFields(WireModel):
     logit_bias: Annotated[Any, BeforeValidator(_logit_bias)] = None
     max_tokens: int | None = Field(default=None, ge=0, le=_MAX_COUNT)
     metadata: dict[Identifier, Identifier] | None = Field(default=None, max_length=16)
-    n: int | None = Field(default=None, ge=1, le=128)
+    n: int | None = Field(default=None, ge=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     prompt_cache_key: Identifier | None = None
     """Asks for what the router does anyway: equal prompts meet on one replica."""
@@ -98,6 +99,8 @@ class GenerationFields(WireModel):
     min_p: float | None = Field(default=None, ge=0, le=1)
     min_tokens: int | None = Field(default=None, ge=0, le=_MAX_COUNT)
     priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Alternatives for each prompt token; the answer then has a list `prompt_logprobs`."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     skip_special_tokens: bool | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -113,6 +116,12 @@ class GenerationFields(WireModel):
             _at_most(f"stop[{index}]", len(text), limits.max_stop_chars, "characters")
         _at_most("stop_token_ids", len(self.stop_token_ids or ()), limits.max_stop_token_ids, "token ids")
         _at_most("logit_bias", len(self.logit_bias or ()), limits.max_logit_bias, "entries")
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadRequest(
+                "'prompt_logprobs' is only for answers that do not stream: leave out 'stream'.",
+                param="prompt_logprobs",
+                code="invalid_value",
+            )
         if self.stream_options is not None and not self.stream:
             raise BadRequest(
                 "The 'stream_options' parameter is only allowed when 'stream' is enabled.", param="stream_options", code="invalid_value"

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.choice_streams import ChoiceDelta
+from cluster.prepared_generation import PreparedGeneration
 from replicas.request import TokenLogprob
+from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI's description gives for a token that is very unlikely; JSON has no infinity
@@ -23,29 +26,79 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[
     return {"content": content, "refusal": None}
 
 
-class CompletionLogprobs:
-    """The `logprobs` object of a text completion. Owns the offset at which the next token's text begins."""
+def prompt_logprobs(tokens: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
+    """The extension `prompt_logprobs`, in the shape that vLLM gave it: one object per prompt token, from ids to entries, null first.
 
-    def __init__(self, tokenizer: Tokenizer, offset: int) -> None:
-        self._tokenizer = tokenizer
-        self._offset = offset
-
-    def take(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Offsets count characters; tokens that are parts of one character count as their own replacement text."""
-        texts = [self._tokenizer.token_text(token.token_id) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {self._tokenizer.token_text(top_id): _finite(value) for top_id, value in (token.top or ((token.token_id, token.logprob),))}
-                for token in tokens
-            ],
-            "text_offset": offsets,
+    `rank` is null for a token that is not among the best ones asked for.
+    """
+    listed: list[dict[str, Any] | None] = [None]
+    for token in tokens:
+        entries = {
+            str(top_id): {"logprob": _finite(value), "rank": rank, "decoded_token": tokenizer.token_text(top_id)}
+            for rank, (top_id, value) in enumerate(token.top[:num_top], 1)
         }
+        own = {"logprob": _finite(token.logprob), "rank": None, "decoded_token": tokenizer.token_text(token.token_id)}
+        listed.append({str(token.token_id): own, **entries})
+    return listed
+
+
+class CompletionLogprobs:
+    """The `logprobs` object of one choice of a text completion. Owns the offset at which the next token's text begins.
+
+    Offsets count characters of the choice's text, the echo included. A token that is a part of a character stands at that
+    character; one that text leaves out (a special token) takes no room.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = params.logprobs or 0
+        self._skips_special = params.skip_special_tokens
+        self._offset = 0
+
+    def take_echo(self, prepared: PreparedGeneration, index: int, first: ChoiceDelta) -> dict[str, list[Any]]:
+        """Of the echoed prompt of choice `index`, whose first delta is `first`. Goes first; empty without such an echo."""
+        echo = prepared.echo(index)
+        found = _empty_logprobs()
+        if prepared.echoes_logprobs:
+            first_id, *_ = prepared.prompt_ids(index)
+            self._append(found, first_id, None, {}, echo)
+            for token in first.prompt_logprobs or ():
+                self._append(found, token.token_id, _finite(token.logprob), self._top(token), echo)
+        self._offset = len(echo)
+        return found
+
+    def take(self, tokens: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        """Of generated tokens."""
+        found = _empty_logprobs()
+        for token in tokens:
+            self._append(found, token.token_id, _finite(token.logprob), self._top(token), None)
+        return found
+
+    def _append(self, found: dict[str, list[Any]], token_id: int, logprob: float | None, top: dict[str, float], source: str | None) -> None:
+        """`source` is the text that the token is a part of, where it is known."""
+        text = self._tokenizer.token_text(token_id)
+        found["tokens"].append(text)
+        found["token_logprobs"].append(logprob)
+        found["top_logprobs"].append(None if logprob is None else top)
+        if source is None:
+            found["text_offset"].append(self._offset)
+            is_shown = not self._skips_special or token_id not in self._tokenizer.special_token_ids
+        else:
+            found["text_offset"].append(min(self._offset, len(source)))
+            is_shown = token_id not in self._tokenizer.special_token_ids or source.startswith(text, self._offset)
+        if is_shown:
+            self._offset += sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id))  # bytes that begin a character
+
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        """The best ones and the token itself; of several with one text (parts of characters) the most probable."""
+        best: dict[str, float] = {}
+        for token_id, value in (*token.top[: self._num_top], (token.token_id, token.logprob)):
+            best.setdefault(self._tokenizer.token_text(token_id), _finite(value))
+        return best
+
+
+def _empty_logprobs() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def _entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.choice_streams import ChoiceDelta
 from cluster.prepared_generation import PreparedGeneration
-from cluster.protocols.openai.logprobs import CompletionLogprobs, chat_logprobs
+from cluster.protocols.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from cluster.served_model import ServedModel
 from replicas.request import TokenLogprob
 
@@ -28,6 +28,13 @@ class _WholeAnswer:
 
     def _tokens(self, index: int) -> list[TokenLogprob]:
         return [token for delta in self._deltas[index] for token in delta.logprobs]
+
+    def _prompt_logprobs(self, index: int) -> dict[str, Any]:
+        """The extension's member of an answer, if it was asked for."""
+        num_top, first = self._prepared.num_prompt_logprobs, self._deltas[index][0]
+        if num_top is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(first.prompt_logprobs or (), num_top, self._model.tokenizer)}
 
     def _ending(self, index: int) -> dict[str, Any]:
         return _ending(self._deltas[index][-1])
@@ -52,26 +59,33 @@ class ChatAnswer(_WholeAnswer):
             for index in range(self._prepared.num_choices)
         ]
         echoed = {"metadata": dict(self._metadata)} if self._metadata else {}
-        return {**_head(self._prepared, self._model, "chat.completion"), **echoed, "choices": choices, "usage": usage}
+        head = _head(self._prepared, self._model, "chat.completion")
+        return {**head, **echoed, "choices": choices, "usage": usage, **self._prompt_logprobs(0)}
 
 
 class CompletionAnswer(_WholeAnswer):
     """A `CreateCompletionResponse`."""
 
     def body(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        choices = []
-        for index in range(self._prepared.num_choices):
-            echo = self._prepared.echo(index)
-            logprobs = CompletionLogprobs(self._model.tokenizer, len(echo)).take(self._tokens(index))
-            choices.append(
-                {
-                    "index": index,
-                    "text": echo + self._text(index),
-                    "logprobs": logprobs if self._prepared.params.logprobs is not None else None,
-                    **self._ending(index),
-                }
-            )
+        choices = [
+            {
+                "index": index,
+                "text": self._prepared.echo(index) + self._text(index),
+                "logprobs": self._logprobs(index),
+                **self._prompt_logprobs(index),
+                **self._ending(index),
+            }
+            for index in range(self._prepared.num_choices)
+        ]
         return {**_head(self._prepared, self._model, "text_completion"), "choices": choices, "usage": usage}
+
+    def _logprobs(self, index: int) -> dict[str, Any] | None:
+        if self._prepared.params.logprobs is None:
+            return None
+        writer = CompletionLogprobs(self._model.tokenizer, self._prepared.params)
+        echoed = writer.take_echo(self._prepared, index, self._deltas[index][0])
+        answer = writer.take(self._tokens(index))
+        return {name: [*echoed[name], *answer[name]] for name in answer}
 
 
 class ChatChunks:
@@ -117,19 +131,28 @@ class CompletionChunks:
         self._prepared = prepared
         self._head = _head(prepared, model, "text_completion")
         self._null_usage = {"usage": None} if prepared.include_usage else {}
-        self._logprobs = [CompletionLogprobs(model.tokenizer, len(prepared.echo(index))) for index in range(prepared.num_choices)]
+        self._logprobs = [CompletionLogprobs(model.tokenizer, prepared.params) for _ in range(prepared.num_choices)]
+        self._has_begun = [False] * prepared.num_choices
 
     def start(self) -> list[dict[str, Any]]:
-        """The echoed prompts, if any."""
+        """The echoed prompts, if any; those with log-probabilities come with the first delta of each choice."""
+        if self._prepared.echoes_logprobs:
+            return []
         echoes = [(index, self._prepared.echo(index)) for index in range(self._prepared.num_choices)]
         return [self._chunk(index, text, None, {"finish_reason": None}) for index, text in echoes if text]
 
     def delta(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
-        if not delta.text and not delta.logprobs and delta.finish_reason is None:
-            return []
-        wants_logprobs = self._prepared.params.logprobs is not None
-        logprobs = self._logprobs[delta.index].take(delta.logprobs) if wants_logprobs else None
-        return [self._chunk(delta.index, delta.text, logprobs, _ending(delta))]
+        chunks, logprobs = [], None
+        if self._prepared.params.logprobs is not None:
+            if not self._has_begun[delta.index]:
+                self._has_begun[delta.index] = True
+                echoed = self._logprobs[delta.index].take_echo(self._prepared, delta.index, delta)
+                if self._prepared.echoes_logprobs:
+                    chunks.append(self._chunk(delta.index, self._prepared.echo(delta.index), echoed, {"finish_reason": None}))
+            logprobs = self._logprobs[delta.index].take(delta.logprobs)
+        if delta.text or delta.logprobs or delta.finish_reason is not None:
+            chunks.append(self._chunk(delta.index, delta.text, logprobs, _ending(delta)))
+        return chunks
 
     def usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """The last chunk."""
