@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from cluster.backend import ReplicaGone, RouterGone
 from replicas.request import RequestRejected
-from replicas.text.tokenizer import ChatTemplateError
+from replicas.text.tokenizer import ChatTemplateArgumentError, ChatTemplateError
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class _Row:
 # Exception class -> answer; the first row that matches wins.
 _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (BadRequest, _Row(400, "invalid_request_error")),
+    (ChatTemplateArgumentError, _Row(400, "invalid_request_error", "invalid_value", "chat_template_kwargs")),
     (ChatTemplateError, _Row(400, "invalid_request_error", "invalid_chat_template_input", "messages")),
     (RequestRejected, _Row(400, "invalid_request_error", "request_rejected")),
     (ModelNotFound, _Row(404, "invalid_request_error", "model_not_found", "model")),

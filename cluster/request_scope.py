@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -101,9 +102,19 @@ def guarded(endpoint: Endpoint) -> Endpoint:
 
 def error_response(request: Request, error: Exception) -> JSONResponse:
     record = record_of(request)
-    answer = answer_for(error, record.request_id)
+    answer = answer_for(_located(request, error), record.request_id)
     record.error = answer.code or answer.type
     return JSONResponse(answer.body(), status_code=answer.status, headers=answer.headers)
+
+
+def _located(request: Request, error: Exception) -> Exception:
+    """The router's own 404 and 405, which tell nothing, with the request that they are about."""
+    if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
+        return error
+    asked = f"{request.method} {request.url.path[:200]}"
+    allowed = (error.headers or {}).get("Allow", "another method")
+    detail = f"Invalid URL ({asked})." if error.status_code == 404 else f"Invalid method ({asked}): use {allowed}."
+    return HTTPException(error.status_code, detail, headers=error.headers)
 
 
 def record_of(request: Request) -> AccessRecord:

@@ -22,11 +22,16 @@ class ServedModel:
         facts = f"{name}:{description.tokenizer_source}:{description.dtype}:{description.weights_version}"
         self.fingerprint = f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+    async def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+        """Raises TextTooLong for a text far over `limit` tokens, without tokenizing all of it."""
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens, limit)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+        return await asyncio.to_thread(lambda: [self.tokenizer.token_text(token_id) for token_id in token_ids])
 
     async def chat_prompt_ids(
         self,
@@ -35,14 +40,16 @@ class ServedModel:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        limit: int | None = None,
     ) -> list[int]:
-        """Token ids of the rendered chat template. Raises ChatTemplateError with the template's own message."""
+        """Token ids of the rendered chat template. Raises ChatTemplateError with the template's own message, TextTooLong."""
         return await asyncio.to_thread(
             self.tokenizer.chat_prompt_ids,
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs or {},
+            limit=limit,
         )
 
     def model_card(self) -> dict[str, Any]:

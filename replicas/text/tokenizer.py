@@ -28,10 +28,16 @@ _FIXED_TEMPLATE_ARGUMENTS = frozenset(
         "return_tensors",
         "return_dict",
         "return_assistant_tokens_mask",
+        "messages",
         "tokenizer_kwargs",
     ]
 )
 """Arguments of transformers' `apply_chat_template` that a client may not set."""
+
+
+_USUAL_CHARS = 8
+"""Characters a token; a text below that is tokenized whole, whatever its limit."""
+_PIECE_CHARS = 16_384
 
 
 class TokenizerLoadError(ValueError):
@@ -40,6 +46,14 @@ class TokenizerLoadError(ValueError):
 
 class ChatTemplateError(ValueError):
     """The messages do not fit the model's chat template (the message is the template's own), or there is none."""
+
+
+class ChatTemplateArgumentError(ChatTemplateError):
+    """The template's further arguments cannot be used: reserved names, or values with which the template does not work."""
+
+
+class TextTooLong(ValueError):
+    """The text has far more tokens than allowed. Not raised for one that is only somewhat too long: that is tokenized."""
 
 
 class Tokenizer:
@@ -96,18 +110,32 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `ValueError` when it holds lone surrogates, which no UTF-8 can express."""
+    def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+        """Token ids of `text`; `ValueError` when it holds lone surrogates, which no UTF-8 can express.
+
+        Raises TextTooLong when the text is far over `limit` tokens, after looking at as much of it as that takes.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"text must be valid Unicode; it has a lone surrogate at character {error.start}") from error
+        if limit is not None and len(text) > _USUAL_CHARS * limit and self._is_far_over(text, limit):
+            raise TextTooLong(f"the text has more than {limit} tokens")
         if self._backend is not None:
             # `encode` holds the interpreter lock to its end, seconds for a long prompt; the batch calls let other threads run.
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return ids
         with self._lock:
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def _is_far_over(self, text: str, limit: int) -> bool:
+        """Counts piece by piece. A cut changes the tokens around it only, so an eighth more than `limit` leaves no doubt."""
+        num_left = limit + limit // 8 + 64
+        for start in range(0, len(text), _PIECE_CHARS):
+            num_left -= len(self.encode(text[start : start + _PIECE_CHARS], add_special_tokens=False))
+            if num_left < 0:
+                return True
+        return False
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids that no token has (padding rows of the model) add nothing.
@@ -130,11 +158,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        limit: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation under the model's chat template.
 
         `template_kwargs` reach the template as variables (`tools`, `enable_thinking`). Raises `ChatTemplateError` with
-        the template's own message when it refuses the messages.
+        the template's own message when it refuses the messages, and TextTooLong as `encode` does.
         """
         return self.encode(
             self.chat_prompt(
@@ -144,6 +173,7 @@ class Tokenizer:
                 template_kwargs=template_kwargs,
             ),
             add_special_tokens=False,  # the template writes them
+            limit=limit,
         )
 
     def chat_prompt(
@@ -165,7 +195,7 @@ class Tokenizer:
             raise ChatTemplateError("add_generation_prompt and continue_final_message cannot both be true")
         variables = dict(template_kwargs or {})
         if refused := sorted(_FIXED_TEMPLATE_ARGUMENTS & variables.keys()):
-            raise ChatTemplateError(f"chat_template_kwargs must not hold {', '.join(refused)}")
+            raise ChatTemplateArgumentError(f"chat_template_kwargs must not hold {', '.join(refused)}")
         try:
             with self._lock:
                 return str(
@@ -177,9 +207,19 @@ class Tokenizer:
                         **variables,
                     )
                 )
-        # What a template does with unexpected messages is Python's: adding None to a string, indexing a missing key.
+        # What a template does with unexpected values is Python's: adding None to a string, indexing a missing key.
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            raise ChatTemplateError(f"the chat template refuses these messages: {error or type(error).__name__}") from error
+            if type(error) is TemplateError:  # `raise_exception`, in the template's own words
+                raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
+            logger.info("a chat template failed with %s: %s", type(error).__name__, error)
+            if variables:
+                names = ", ".join(sorted(variables))[:200]
+                raise ChatTemplateArgumentError(f"the chat template cannot work with these chat_template_kwargs ({names})") from error
+            if continue_final_message:
+                raise ChatTemplateError(
+                    "the chat template alters the final message, so continue_final_message cannot go on from it"
+                ) from error
+            raise ChatTemplateError("the chat template cannot render these messages: check their roles, order and content") from error
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own string for a token, None for an id that has none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 
 from cluster.gateway_config import GatewayConfig
 from cluster.limits import RequestLimits
+from cluster.protocols.openai import completion_request
+from cluster.protocols.openai.chat_request import UNSUPPORTED, ChatCompletionRequest
+from cluster.protocols.openai.completion_request import CompletionRequest
 from replicas.text.tokenizer import Tokenizer
 from router.config import RouterConfig
 from tests.data_paths import SHARED_DATA
 from tests.unit.in_process_cluster import MODEL, InProcessCluster, running_cluster
-from tests.unit.openai_schemas import check_schema, matches_schema
+from tests.unit.openai_schemas import check_schema, matches_schema, schema_properties
 from tests.unit.test_cluster_http_app import CHAT, TEXT, client_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -110,7 +114,7 @@ async def test_shared_parameter_out_of_range_is_named(client: httpx.AsyncClient,
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "messages"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
@@ -174,6 +178,50 @@ async def test_completion_parameter_wrong_or_unsupported_is_named(client: httpx.
     check_error(await client.post(TEXT, json={"model": MODEL, "prompt": "x", **fields}), 400, param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"temperature": "0.5"}, """'temperature': must be a number, got "0.5"."""),
+        ({"temperature": True}, "'temperature': must be a number, got true."),
+        ({"temperature": 5}, "'temperature': must be at most 2, got 5."),
+        ({"frequency_penalty": -3.5}, "'frequency_penalty': must be at least -2, got -3.5."),
+        ({"repetition_penalty": 0}, "'repetition_penalty': must be greater than 0, got 0."),
+        ({"seed": 1.5}, "'seed': must be an integer, got 1.5."),
+        ({"seed": "x" * 500}, f"""'seed': must be an integer, got "{"x" * 79}...."""),
+        ({"stream": None, "echo": "no"}, """'echo': must be true or false, got "no"."""),
+        ({"n": 10**9}, "'n': this server allows at most 16 choices, got 1000000000."),
+        ({"n": 10**90}, f"'n': this server allows at most 16 choices, got 1{'0' * 79}...."),
+        ({"stop": 5}, "'stop': must be a string or an array of strings, got an integer."),
+        ({"stop": ["x"] * 50}, "'stop': this server allows at most 16 strings, got 50."),
+        ({"stop_token_ids": {}}, "'stop_token_ids': must be an array, got an object."),
+        ({"logit_bias": {"5": 1e3}}, "'logit_bias': must have values from -100 to 100, got 1000.0 for token 5."),
+        ({"stream_options": 5, "stream": True}, "'stream_options': must be an object, got 5."),
+        ({"user": "u" * 600}, "'user': must have at most 512 characters, got 600."),
+        ({"metadata": {str(key): "v" for key in range(20)}}, "'metadata': must have at most 16 entries, got 20."),
+        ({"metadata": {"k" * 600: "v"}}, f"'metadata.{'k' * 191}': must have at most 512 characters, got 600."),
+        ({"min_tokens": 9, "max_tokens": 8}, "'min_tokens': must be at most max_tokens (8), got 9."),
+        ({"prompt": [1, "a"]}, """'prompt': must hold token ids (integers from 0), got "a"."""),
+    ],
+)
+async def test_message_says_what_is_wrong_in_the_words_of_json(client: httpx.AsyncClient, fields: dict[str, Any], problem: str) -> None:
+    response = await client.post(TEXT, json={"model": MODEL, "prompt": "x", **fields})
+    assert response.json()["error"]["message"] == f"Invalid value for {problem}"
+
+
+async def test_every_message_of_a_chat_field_is_free_of_pythons_words(client: httpx.AsyncClient) -> None:
+    wrong: list[Any] = [None, True, -1, 1.5, 10**30, "x", "", [], [None], {}, {"a": None}]
+    for name in sorted({*ChatCompletionRequest.model_fields, *UNSUPPORTED}):
+        for value in wrong:
+            response = await client.post(CHAT, json={"model": MODEL, "messages": MESSAGES, "max_tokens": 2, name: value})
+            if response.status_code == 200:
+                continue
+            message = response.json()["error"]["message"]
+            assert message.count(" got ") <= 1, message
+            assert not re.search(
+                r"\b(input|dictionary|instance|NoneType|validation|None|True|False|ChatMessage|str|dict|list)\b", message
+            ), message
+
+
 async def test_missing_model_and_messages_are_named(client: httpx.AsyncClient) -> None:
     check_error(await client.post(CHAT, json={"messages": MESSAGES}), 400, "model")
     check_error(await client.post(CHAT, json={"model": MODEL}), 400, "messages")
@@ -210,6 +258,25 @@ async def test_malformed_json_is_a_400(client: httpx.AsyncClient, body: bytes) -
         check_error(await client.post(path, content=body), 400, None)
 
 
+async def test_prompt_far_over_the_context_is_refused_before_it_is_all_tokenized(
+    client: httpx.AsyncClient, default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_chars = 0
+    encode = default_tokenizer.encode
+
+    def counting(text: str, *args: Any, **kwargs: Any) -> list[int]:
+        nonlocal num_chars
+        num_chars += len(text) if not args and not kwargs.get("limit") else 0
+        return encode(text, *args, **kwargs)
+
+    monkeypatch.setattr(default_tokenizer, "encode", counting)
+    text = "word " * 600_000
+    for path, body in ((TEXT, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]})):
+        error = check_error(await client.post(path, json={"model": MODEL, **body}), 400, next(iter(body)))
+        assert error["code"] == "context_length_exceeded"
+    assert num_chars <= 2 * 32_768
+
+
 async def test_overflowing_float_is_refused_by_name(client: httpx.AsyncClient) -> None:
     body = b'{"model": "echo", "prompt": "x", "temperature": 1e999}'
     check_error(await client.post(TEXT, content=body), 400, "temperature")
@@ -234,7 +301,8 @@ async def test_body_over_the_limit_is_413_told_or_not(client: httpx.AsyncClient)
 
 
 async def test_unknown_route_and_method_have_the_same_body(client: httpx.AsyncClient) -> None:
-    assert check_error(await client.get("/v1/nothing"), 404, None)["code"] == "unknown_url"
+    unknown = check_error(await client.get("/v1/nothing"), 404, None)
+    assert (unknown["code"], unknown["message"]) == ("unknown_url", "Invalid URL (GET /v1/nothing).")
     assert check_error(await client.get(CHAT), 405, None)["code"] == "method_not_allowed"
     assert check_error(await client.delete("/v1/models"), 405, None)["code"] == "method_not_allowed"
 
@@ -248,10 +316,30 @@ async def test_limits_come_from_the_configuration(default_tokenizer: Tokenizer) 
         check_error(await client.post(CHAT, json={"model": MODEL, "messages": MESSAGES * 2}), 400, "messages")
 
 
-async def test_template_error_is_a_400_with_the_templates_words(client: httpx.AsyncClient) -> None:
-    body = {"model": MODEL, "messages": MESSAGES, "chat_template_kwargs": {"messages": 5}}
-    error = check_error(await client.post(CHAT, json=body), 400, "messages")
-    assert error["type"] == "invalid_request_error"
+TEMPLATE = (
+    "{% if tone is defined %}{{ 'Be ' + tone }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate, please') }}{% endif %}"
+    "{{ message.content }}{% endfor %}"
+)
+
+
+async def test_template_error_is_a_400_with_the_templates_words(
+    client: httpx.AsyncClient, default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(default_tokenizer._hf, "chat_template", TEMPLATE)
+    error = check_error(await client.post(CHAT, json={"model": MODEL, "messages": MESSAGES * 2}), 400, "messages")
+    assert error["message"] == "the chat template refuses these messages: Roles must alternate, please"
+
+
+@pytest.mark.parametrize("value", [5, {"a": 1}, None])
+async def test_template_argument_that_breaks_the_template_is_named_without_internals(
+    client: httpx.AsyncClient, default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, value: object
+) -> None:
+    monkeypatch.setattr(default_tokenizer._hf, "chat_template", TEMPLATE)
+    body = {"model": MODEL, "messages": MESSAGES, "chat_template_kwargs": {"tone": value}}
+    error = check_error(await client.post(CHAT, json=body), 400, "chat_template_kwargs")
+    assert error["message"] == "the chat template cannot work with these chat_template_kwargs (tone)"
 
 
 async def test_full_queue_is_429_with_retry_after(default_tokenizer: Tokenizer) -> None:
@@ -316,3 +404,17 @@ async def test_published_example_is_answered_or_refused_by_name(client: httpx.As
     else:
         error = check_error(response, 400, response.json()["error"]["param"])
         assert error["param"] is not None
+
+
+@pytest.mark.parametrize(
+    ("schema", "model", "unsupported"),
+    [
+        ("CreateChatCompletionRequest", ChatCompletionRequest, UNSUPPORTED),
+        ("CreateCompletionRequest", CompletionRequest, completion_request.UNSUPPORTED),
+    ],
+)
+def test_every_parameter_of_the_description_is_honoured_or_refused_by_name(schema: str, model: Any, unsupported: dict[str, Any]) -> None:
+    described = schema_properties(schema)
+    assert len(described) > 15
+    assert described <= model.model_fields.keys() | unsupported.keys()
+    assert not model.model_fields.keys() & unsupported.keys()

@@ -256,7 +256,7 @@ def test_chat_one_conversation_or_many(llm, default_tokenizer):
 
 def test_chat_bad_conversation_is_refused_by_index(llm, engine):
     good = [{"role": "user", "content": "Hi"}]
-    with pytest.raises(ChatTemplateError, match=r"^conversation 1: the chat template refuses"):
+    with pytest.raises(ChatTemplateError, match=r"^conversation 1: the chat template cannot render"):
         llm.chat([good, [{"role": "user", "content": None}]], use_tqdm=False)
     with pytest.raises(ValueError, match=r"^conversation 1: must be a list of messages"):
         llm.chat([good, "Hi"], use_tqdm=False)

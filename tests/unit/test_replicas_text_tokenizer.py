@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from replicas.default_model import prepare_default_model
 from replicas.text.token_bytes import byte_level_bytes
-from replicas.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerLoadError
+from replicas.text.tokenizer import ChatTemplateError, TextTooLong, Tokenizer, TokenizerLoadError
 from tests.small_tokenizers import FAMILIES, naughty_strings, small_tokenizer
 
 
@@ -109,8 +109,20 @@ def test_chat_template_raising_gives_its_own_message():
 
 
 def test_chat_template_content_none_is_refused(tokenizer):
-    with pytest.raises(ChatTemplateError, match="the chat template refuses these messages"):
+    with pytest.raises(ChatTemplateError, match="the chat template cannot render these messages"):
         tokenizer.chat_prompt_ids([{"role": "user", "content": None}])
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "default"])
+def test_text_far_over_the_limit_is_refused_and_no_other(tokenizer, family):
+    chosen = tokenizer if family == "default" else small_tokenizer(family)
+    for text in ("the cat sat. ", "a", " ", "中文é", "word\n\n"):
+        long = text * (60_000 // len(text))
+        num_tokens = len(chosen.encode(long))
+        assert chosen.encode(long, limit=num_tokens) == chosen.encode(long)
+        if num_tokens > 500:  # else it is one word that the vocabulary does not know
+            with pytest.raises(TextTooLong):
+                chosen.encode(long, limit=num_tokens // 50)
 
 
 def test_chat_template_kwargs_reach_the_template():

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from cluster.protocols.openai.generation_fields import GenerationFields, without_surrogates
-from cluster.protocols.openai.wire import json_type
+from cluster.protocols.openai.wire import json_type, shown
 
 # Parameter -> values that ask for nothing. Everything else about them is refused by name.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",)}
@@ -45,7 +45,7 @@ def _token_ids(value: object, where: str) -> tuple[int, ...]:
         raise ValueError(f"must not be empty, got an empty array{where}")
     for item in value:
         if type(item) is not int or item < 0:
-            raise ValueError(f"must hold token ids (integers from 0), got {str(item)[:40]}{where}")
+            raise ValueError(f"must hold token ids (integers from 0), got {shown(item)}{where}")
     return tuple(value)
 
 

@@ -15,10 +15,11 @@ from cluster.protocols.openai import chat_request, completion_request
 from cluster.protocols.openai.chat_request import ChatCompletionRequest
 from cluster.protocols.openai.completion_request import CompletionRequest
 from cluster.protocols.openai.generation_fields import GenerationFields
-from cluster.protocols.openai.wire import parse_body, refuse_unsupported
+from cluster.protocols.openai.wire import parse_body, refuse_unsupported, shown
 from cluster.served_model import ServedModel
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
+from replicas.text.tokenizer import TextTooLong
 
 T = TypeVar("T")
 
@@ -74,12 +75,16 @@ def parse_completion_request(fields: Mapping[str, Any], limits: RequestLimits) -
 async def prepare_chat(body: ChatCompletionRequest, model: ServedModel, caller: Caller) -> PreparedGeneration:
     """Renders, tokenizes and checks against the model. Raises BadRequest, ChatTemplateError."""
     continues = bool(body.continue_final_message)
-    prompt_ids = await model.chat_prompt_ids(
-        [message.for_template() for message in body.messages],
-        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continues,
-        template_kwargs=body.chat_template_kwargs,
-    )
+    try:
+        prompt_ids = await model.chat_prompt_ids(
+            [message.for_template() for message in body.messages],
+            add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+            continue_final_message=continues,
+            template_kwargs=body.chat_template_kwargs,
+            limit=model.description.max_model_len,
+        )
+    except TextTooLong as error:
+        raise _far_over_context("messages", model) from error
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return _prepare(
         body,
@@ -99,7 +104,11 @@ async def prepare_completion(body: CompletionRequest, model: ServedModel, caller
     echoes: list[str] = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            prompts.append(tuple(await model.encode(prompt, add_special_tokens=body.add_special_tokens is not False)))
+            limit = model.description.max_model_len
+            try:
+                prompts.append(tuple(await model.encode(prompt, add_special_tokens=body.add_special_tokens is not False, limit=limit)))
+            except TextTooLong as error:
+                raise _far_over_context("prompt", model) from error
             echoes.append(prompt)
         else:
             _check_vocabulary("prompt", prompt, model)
@@ -147,8 +156,8 @@ def sampling_params(body: GenerationFields, *, max_tokens: int, logprobs: int | 
             skip_special_tokens=body.skip_special_tokens is not False,
         )
     except ValueError as error:
-        name = str(error).split(" ", 1)[0]
-        raise BadRequest(f"Invalid value for '{name}': {error}.", param=name, code="invalid_value") from error
+        name, problem = str(error).split(" ", 1)
+        raise BadRequest(f"Invalid value for '{name}': {problem}.", param=name, code="invalid_value") from error
 
 
 def _prepare(
@@ -216,12 +225,22 @@ def _room(prompt: tuple[int, ...], param: str, max_tokens: int | None, model: Se
     return limit - len(prompt)
 
 
+def _far_over_context(param: str, model: ServedModel) -> BadRequest:
+    limit = model.description.max_model_len
+    return BadRequest(
+        f"This model's maximum context length is {limit} tokens. However, the {param} alone has more than that. "
+        f"Please reduce the length of the {param}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 def _check_vocabulary(param: str, token_ids: Iterable[int], model: ServedModel) -> None:
     size = model.description.vocab_size
     for token_id in token_ids:
         if token_id >= size:
             raise BadRequest(
-                f"Invalid value for '{param}': token ids of this model are from 0 to {size - 1}, got {str(token_id)[:40]}.",
+                f"Invalid value for '{param}': token ids of this model are from 0 to {size - 1}, got {shown(token_id)}.",
                 param=param,
                 code="invalid_value",
             )

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from cluster.errors import BadRequest
 from cluster.limits import RequestLimits
-from cluster.protocols.openai.wire import WireModel, is_number_within, json_type
+from cluster.protocols.openai.wire import WireModel, is_number_within, json_type, shown
 from replicas.sampling_params import MAX_LOGPROBS
 
 MAX_SEED = 2**63
@@ -57,9 +57,9 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise ValueError(f"must have token ids as keys, got {key[:40]!r}")
+            raise ValueError(f"must have token ids as keys, got {shown(key)}")
         if not is_number_within(bias, -100, 100):
-            raise ValueError(f"must have values from -100 to 100, got {str(bias)[:40]} for token {key}")
+            raise ValueError(f"must have values from -100 to 100, got {shown(bias)} for token {key}")
         biases[int(key)] = float(bias)
     return biases
 
@@ -110,7 +110,7 @@ class GenerationFields(WireModel):
     def check_limits(self, limits: RequestLimits) -> None:
         """Raises BadRequest when a list is longer, or a count higher, than this server allows."""
         stop: tuple[str, ...] = self.stop
-        _at_most("n", self.n or 1, limits.max_n)
+        _at_most("n", self.n or 1, limits.max_n, "choices")
         _at_most("stop", len(stop), limits.max_stop_strings, "strings")
         for index, text in enumerate(stop):
             _at_most(f"stop[{index}]", len(text), limits.max_stop_chars, "characters")
@@ -128,9 +128,7 @@ class GenerationFields(WireModel):
             )
 
 
-def _at_most(param: str, count: int, limit: int, unit: str = "") -> None:
+def _at_most(param: str, count: int, limit: int, unit: str) -> None:
     if count > limit:
-        shown = f"{count} {unit}".rstrip()
-        raise BadRequest(
-            f"Invalid value for '{param}': this server allows at most {limit}, got {shown}.", param=param, code="invalid_value"
-        )
+        message = f"Invalid value for '{param}': this server allows at most {limit} {unit}, got {shown(count)}."
+        raise BadRequest(message, param=param, code="invalid_value")

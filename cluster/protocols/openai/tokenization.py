@@ -11,7 +11,7 @@ from cluster.errors import BadRequest
 from cluster.limits import RequestLimits
 from cluster.protocols.openai.chat_request import ChatMessage
 from cluster.protocols.openai.generation_fields import Identifier, Text
-from cluster.protocols.openai.wire import WireModel, parse_body
+from cluster.protocols.openai.wire import WireModel, parse_body, shown
 from cluster.served_model import ServedModel
 
 
@@ -61,7 +61,7 @@ async def tokenize(body: TokenizeRequest, model: ServedModel) -> dict[str, Any]:
         token_ids = await model.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.description.max_model_len, "tokens": token_ids}
     if body.return_token_strs:
-        answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+        answer["token_strs"] = await model.token_texts(token_ids)
     return answer
 
 
@@ -71,7 +71,7 @@ async def detokenize(body: DetokenizeRequest, model: ServedModel) -> dict[str, A
     for token_id in body.tokens:
         if token_id >= size:
             raise BadRequest(
-                f"Invalid value for 'tokens': token ids of this model are from 0 to {size - 1}, got {str(token_id)[:40]}.",
+                f"Invalid value for 'tokens': token ids of this model are from 0 to {size - 1}, got {shown(token_id)}.",
                 param="tokens",
                 code="invalid_value",
             )

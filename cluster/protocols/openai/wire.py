@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ class WireModel(BaseModel):
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
     """The body as a JSON object. Raises BadRequest for anything else (RFC 8259: no NaN, UTF-8 only, bounded nesting)."""
+    if not body:
+        raise BadRequest("The request has no body: send a JSON object.", code="invalid_json")
     try:
         parsed = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -35,7 +38,7 @@ def parse_body(model: type[Model], fields: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise _bad_request(error.errors(include_url=False, include_context=False)[0]) from error
+        raise _bad_request(error.errors(include_url=False)[0]) from error
 
 
 def refuse_unsupported(fields: Mapping[str, Any], neutral_values: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -53,7 +56,7 @@ def refuse_unsupported(fields: Mapping[str, Any], neutral_values: Mapping[str, t
 
 
 def unsupported(param: str, neutral_values: tuple[Any, ...] = ()) -> BadRequest:
-    allowed = f" Leave it out or send {' or '.join(map(repr, neutral_values))}." if neutral_values else " Leave it out."
+    allowed = f" Leave it out or send {' or '.join(map(json.dumps, neutral_values))}." if neutral_values else " Leave it out."
     return BadRequest(
         f"Unsupported parameter: '{param}' is not supported by this server.{allowed}", param=param, code="unsupported_parameter"
     )
@@ -78,32 +81,60 @@ def is_number_within(value: object, low: float, high: float) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
 
 
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "literal_error": "one of {expected}",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+}
+"""What pydantic's kinds of errors say, in the words of JSON."""
+
+_SIZES = {"string_too_long": "at most {max_length} {unit}", "too_long": "at most {max_length} {unit}", "too_short": "at least one entry"}
+
+
 def _bad_request(error: ErrorDetails) -> BadRequest:
-    param = _param(error["loc"])
-    kind, message = error["type"], error["msg"]
+    param, kind, value, context = _param(error["loc"]), error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
     if kind == "missing":
         return BadRequest(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    if kind in _EXPECTED:
+        limits = {name: int(limit) if isinstance(limit, float) and limit.is_integer() else limit for name, limit in context.items()}
+        problem = f"must be {_EXPECTED[kind].format(**limits)}, got {shown(value)}"
+    elif kind in _SIZES:
+        unit = "characters" if isinstance(value, str) else "entries"
+        problem = f"must have {_SIZES[kind].format(**context, unit=unit)}, got {len(value)}"
+    else:  # our own validators say what they got
+        text = error["msg"].removeprefix("Value error, ").rstrip(".")
+        problem = text[:1].lower() + text[1:]
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    return BadRequest(f"Invalid value for '{param}': {_plain(message)}, got {_shown(error['input'])}.", param=param, code=code)
+    return BadRequest(f"Invalid value for '{param}': {problem}.", param=param, code=code)
 
 
 def _param(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content") -> "messages[0].content"."""
+    """("messages", 0, "content") -> "messages[0].content". pydantic marks a wrong key of a mapping by a part of its own."""
     text = ""
     for part in location:
+        if part == "[key]":
+            continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text[:200]
 
 
-def _plain(message: str) -> str:
-    message = message.removeprefix("Value error, ").rstrip(".")
-    return message[:1].lower() + message[1:]
-
-
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value of the body as the client wrote it, cut to a line's length; of arrays and objects the type alone."""
     if isinstance(value, dict | list):
         return json_type(value)
-    text = repr(value)
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool | float | None) else str(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
