@@ -16,6 +16,7 @@ import yaml
 from cluster.config import ClusterConfig, ConfigError, Environment, read_config
 from cluster.local.preflight import LaunchError, check_disk, check_http_port, check_no_other_ray
 from cluster.local.ray_head import DASHBOARD_PORT, GCS_PORT, RayHead
+from cluster.local.serve_keys import check_serve_keys
 from cluster.local.serve_rest import DeployProgress, ServeRest, auth_headers
 from replicas.default_model import DefaultModelError, prepare_default_model
 
@@ -40,6 +41,7 @@ class Launcher:
         """Returns when the models answer. Raises LaunchError."""
         config = read_serve_config(config_path, port)
         clusters = check_applications(config)
+        check_serve_keys(config)
         http_port = config["http_options"]["port"]
         check_disk(self._environment.state_dir)
         own_pids = self._ray.pids()

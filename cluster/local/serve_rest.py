@@ -15,6 +15,9 @@ from typing import Any
 from cluster.local.preflight import LaunchError
 
 REQUEST_TIMEOUT_S = 30.0
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+_FIRST_FAILURE = "failed to start with exception"  # Serve's words, in a deployment's message while it tries again
+_DEATHS = ("ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError", "NodeDiedError", "OutOfMemoryError")
 _ERROR_LINE = re.compile(r"^\s*(?:ray::\S+ .*?)?((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Model|Unhealthy)?): (.+)$")
 
 
@@ -27,7 +30,8 @@ class DeployProgress:
     replicas: Mapping[str, str]
     """Deployment -> its replicas' states, for people."""
     failures: Mapping[str, str]
-    """Application or deployment -> message, of those that failed."""
+    """Application or deployment -> message, of those that failed, or whose replica could not be made: Serve tries that again, and
+    reports the same once more a minute later."""
 
     @property
     def is_running(self) -> bool:
@@ -35,7 +39,7 @@ class DeployProgress:
 
     @property
     def has_failed(self) -> bool:
-        return any(status in ("DEPLOY_FAILED", "UNHEALTHY") for status in self.statuses.values())
+        return bool(self.failures) or any(status in _FAILED for status in self.statuses.values())
 
 
 class ServeRest:
@@ -65,13 +69,14 @@ class ServeRest:
         statuses, replicas, failures = {}, {}, {}
         for name, application in applications.items():
             statuses[name] = application["status"]
-            if application["status"] in ("DEPLOY_FAILED", "UNHEALTHY") and application.get("message"):
+            if application["status"] in _FAILED and application.get("message"):
                 failures[name] = application["message"]
             for deployment, details in (application.get("deployments") or {}).items():
                 states = [replica["state"] for replica in details.get("replicas") or ()]
                 replicas[deployment] = ", ".join(f"{states.count(state)} {state.lower()}" for state in sorted(set(states))) or "waiting"
-                if details["status"] in ("DEPLOY_FAILED", "UNHEALTHY") and details.get("message"):
-                    failures[deployment] = details["message"]
+                message = details.get("message")
+                if message and (details["status"] in _FAILED or is_wrong_for_good(message)):
+                    failures[deployment] = message
         return DeployProgress(statuses=statuses, replicas=replicas, failures=failures)
 
     def wait_running(self, timeout_s: float, on_change: Callable[[DeployProgress], None]) -> None:
@@ -112,6 +117,12 @@ def auth_headers(variables: Mapping[str, str], home: Path) -> dict[str, str]:
     if not token and path.is_file():
         token = path.read_text().strip()
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def is_wrong_for_good(message: str) -> bool:
+    """Whether a deployment's message tells of a constructor that raised, rather than of a process or a machine that died."""
+    names = [match.group(1) or "" for line in message.splitlines() if (match := _ERROR_LINE.match(line))]
+    return _FIRST_FAILURE in message and bool(names) and not any(name.endswith(_DEATHS) for name in names)
 
 
 def explain_failure(progress: DeployProgress) -> str:

@@ -8,13 +8,15 @@ import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.local.launcher import check_applications, read_serve_config, success_message
 from cluster.local.preflight import LaunchError, check_disk, check_http_port, check_no_other_ray, is_listening
 from cluster.local.ray_head import RayHead
-from cluster.local.serve_rest import DeployProgress, auth_headers, explain_failure
+from cluster.local.serve_keys import check_serve_keys
+from cluster.local.serve_rest import DeployProgress, ServeRest, auth_headers, explain_failure
 
 
 @pytest.fixture
@@ -95,6 +97,44 @@ def test_only_our_own_applications_are_checked() -> None:
         check_applications({"applications": [{**ours, "args": {"modells": []}}]})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"http_option": {}}, "http_option: unknown key; did you mean 'http_options'"),
+        ({"http_options": {"prot": 8000}}, r"http_options\.prot: unknown key; did you mean 'port'"),
+        ({"logging_config": {"log_level": "INFO", "colour": 1}}, r"logging_config\.colour: unknown key; known keys are .*log_level"),
+        (
+            {"applications": [{"import_path": "x:y", "route_prefx": "/"}]},
+            r"applications\[0\]\.route_prefx: unknown key; did you mean 'route_prefix'",
+        ),
+        (
+            {"applications": [{"import_path": "x:y", "deployments": [{"name": "a"}, {"name": "b", "num_replica": 2}]}]},
+            r"applications\[0\]\.deployments\[1\]\.num_replica: unknown key; did you mean 'num_replicas'",
+        ),
+        (
+            {"applications": [{"import_path": "x:y", "deployments": [{"name": "a", "ray_actor_options": {"num_cpu": 2}}]}]},
+            r"ray_actor_options\.num_cpu: unknown key; did you mean 'num_cpus'",
+        ),
+    ],
+)
+def test_key_that_serve_would_ignore_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=message) as error:
+        check_serve_keys(change)
+    assert "\n" not in str(error.value)
+
+
+def test_keys_of_the_shipped_config_and_free_ones_pass() -> None:
+    check_serve_keys(read_serve_config(Path("ray_config.yaml"), None))
+    deployment = {"name": "a", "user_config": {"any": 1}, "autoscaling_config": {"max_replicas": 2}, "num_replicas": "auto"}
+    application = {
+        "import_path": "x:y",
+        "args": {"any": {"thing": 1}},
+        "runtime_env": {"env_vars": {"A": "1"}},
+        "deployments": [deployment],
+    }
+    check_serve_keys({"proxy_location": "HeadOnly", "http_options": {"port": 1}, "applications": [application, "not a mapping"]})
+
+
 def test_printed_curl_holds_valid_json() -> None:
     command = next(line for line in success_message(8001, "it's").splitlines() if line.startswith("curl "))
     assert json.loads(shlex.split(command)[-1])["model"] == "it's"
@@ -106,6 +146,39 @@ def test_failure_ends_with_the_deepest_cause() -> None:
     assert progress.has_failed
     assert explain_failure(progress).splitlines()[-1] == "raise kv_cache_bytes"
     assert trace.strip() in explain_failure(progress)
+
+
+CONSTRUCTOR_FAILED = """A replica failed to start with exception. Retrying 1 more time(s). Error:
+Traceback (most recent call last):
+  File "x.py", line 1
+ray::ServeReplica:manta:replica-a.initialize_and_get_metadata() (pid=7)
+RuntimeError: Traceback (most recent call last):
+ValueError: kv_cache_bytes must be at least 5
+"""
+PROCESS_DIED = """A replica failed to start with exception. Retrying 1 more time(s). Error:
+ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "fails"),
+    [
+        ("UPDATING", CONSTRUCTOR_FAILED, True),
+        ("UPDATING", PROCESS_DIED, False),
+        ("UPDATING", "Deployment 'a' has 1 replicas that have taken more than 30s to initialize.", False),
+        ("DEPLOY_FAILED", PROCESS_DIED, True),
+        ("UPDATING", "", False),
+    ],
+)
+def test_first_error_of_a_constructor_ends_the_wait(monkeypatch: pytest.MonkeyPatch, status: str, message: str, fails: bool) -> None:
+    application = {"status": "DEPLOYING", "deployments": {"replica-a": {"status": status, "message": message}}}
+    rest = ServeRest("http://127.0.0.1:1", {})
+    monkeypatch.setattr(rest, "_call", lambda method, body=None: {"applications": {"manta": application}})
+    assert rest.progress().has_failed is fails
+    if fails:
+        with pytest.raises(LaunchError) as error:
+            rest.wait_running(5.0, lambda progress: None)
+        assert str(error.value).splitlines()[-1].startswith(("kv_cache_bytes must be", "The actor died"))
 
 
 def test_failure_without_an_error_line_shows_everything() -> None:
