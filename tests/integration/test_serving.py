@@ -85,12 +85,22 @@ async def test_chat_streamed_equals_whole(client: AsyncOpenAI) -> None:
 
 async def test_seeded_choices_are_the_same_under_load(client: AsyncOpenAI) -> None:
     options = {"max_tokens": 30, "seed": 11, "n": 3}
-    alone = await complete(client, "Once upon a time", **options)
-    crowd = await asyncio.gather(
-        *(complete(client, f"Story {index}", max_tokens=30) for index in range(12)), complete(client, "Once upon a time", **options)
-    )
-    assert [choice.text for choice in crowd[-1].choices] == [choice.text for choice in alone.choices]
-    assert len({choice.text for choice in alone.choices}) == 3
+    messages = [{"role": "user", "content": "Once upon a time"}]
+
+    async def ask() -> list[str]:
+        """A completion of three choices, a streamed one and a chat, each with its seed."""
+        whole, streamed, chat = await asyncio.gather(
+            complete(client, "Once upon a time", **options),
+            streamed_text(client, "Twice upon a time", max_tokens=30, seed=-5, temperature=1.3, top_p=0.9),
+            client.chat.completions.create(model=MODEL, messages=messages, max_tokens=30, seed=7, frequency_penalty=0.5),
+        )
+        return [*(choice.text for choice in whole.choices), streamed, chat.choices[0].message.content]
+
+    alone = await ask()
+    *crowd, among = await asyncio.gather(*(complete(client, f"Story {index}", max_tokens=60, n=2) for index in range(16)), ask())
+    assert among == alone
+    assert len(set(alone)) == 5
+    assert len({choice.text for answer in crowd for choice in answer.choices}) > 16
 
 
 async def test_errors_have_the_clients_own_classes(client: AsyncOpenAI) -> None:
@@ -151,3 +161,15 @@ async def test_router_killed_leaves_streams_alone_and_comes_back(client: AsyncOp
     assert answer.usage.completion_tokens >= 1
     assert await stream == expected
     await wait_until(deployed, lambda model: len(model["replicas"]) == 2, timeout_s=30)
+
+
+async def test_header_bytes_that_are_not_utf8_get_an_error_body(deployed: Deployed) -> None:
+    body = b'{"model": "%s", "prompt": "x", "max_tokens": 2}' % MODEL.encode()
+    for header in (b"X-Request-Id: \xff\xfe", b"X-Tenant: caf\xe9", b"Authorization: Bearer \x80"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", deployed.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        writer.write(head + header + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        status, _, text = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n")
+        writer.close()
+        assert status.split()[1] == b"400", (header, status, text)
+        assert json.loads(text.split(b"\r\n\r\n")[1])["error"]["code"] == "invalid_header"
