@@ -215,8 +215,8 @@ class Engine:
         if any(chunk.scored for chunk in plan.chunks):
             logits_NV = logits_NV[self._score(plan, logits_NV)]
         sampled = self._sampler.sample(logits_NV, states)
-        for index, state in enumerate(states):
-            if any(math.isnan(token.logprob) for token in state.prompt_logprobs or ()):
+        for index in [index for index, state in enumerate(states) if state.prompt_logprobs]:
+            if any(math.isnan(token.logprob) for token in states[index].prompt_logprobs or ()):
                 sampled.errors[index] = BAD_LOGITS
         return sampled
 

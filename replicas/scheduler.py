@@ -18,6 +18,9 @@ from replicas.request_state import RequestState, RequestStatus
 from replicas.step_plan import ScheduledChunk, StepPlan
 
 
+_NOTHING_SCORED = range(0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     max_num_seqs: int
@@ -302,14 +305,15 @@ class Scheduler:
         """
         start = state.num_computed_tokens
         num_tokens = min(state.num_uncomputed_tokens, budget)
+        scored = _NOTHING_SCORED
         if state.num_scored < state.num_to_score:
             room = self.config.max_num_scored_tokens - sum(len(chunk.scored) for chunk in chunks)
             if room < state.num_to_score - state.num_scored:
                 num_tokens = min(num_tokens, state.num_scored + room - start)
             if num_tokens == 0:
                 return 0
+            scored = range(state.num_scored, max(state.num_scored, min(start + num_tokens, state.num_to_score)))
         end = start + num_tokens
-        scored = range(state.num_scored, max(state.num_scored, min(end, state.num_to_score)))
         size = self.pool.block_size
         first, last = start // size, end // size
         if first < last:
