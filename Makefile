@@ -4,10 +4,14 @@
 # make check      lint and types
 # make bench      the engine's benchmarks, written to tests/bench/results
 # make simulate   a short comparison of all routing policies on a trace (TRACE=file), picture in build/
+# make chaos      kills, hangs and redeploys a cluster of a small model while it streams (ROUNDS=10), report in build/chaos
+# make soak       MINUTES=30 of mixed load: does memory grow, is a KV block lost?
 # make clean      removes caches and local state (not the environment)
 SHELL := /bin/bash
 CONFIG ?= ray_config.yaml
 PORT ?=
+ROUNDS ?= 10
+MINUTES ?= 30
 PY := .venv/bin/python
 
 # Every package is checked strictly (pyproject.toml).
@@ -15,7 +19,7 @@ MYPY_TARGETS := kvcache router cluster replicas
 
 TRACE ?= ../shared/data/traces/mooncake_synthetic_trace.jsonl
 
-.PHONY: serve stop test unit check bench simulate clean environment dev-environment
+.PHONY: serve stop test unit check bench simulate chaos soak clean environment dev-environment
 
 environment:
 	@.ci/environment serve
@@ -46,6 +50,13 @@ simulate: dev-environment
 
 bench: dev-environment
 	$(PY) -m tests.bench.engine_bench
+
+chaos: dev-environment
+	$(PY) -m tests.chaos --rounds $(ROUNDS)
+	$(PY) -m tests.chaos.nodes
+
+soak: dev-environment
+	$(PY) -m tests.chaos.soak --minutes $(MINUTES)
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .manta build
