@@ -29,12 +29,18 @@ class AccessRecord:
     num_output_tokens: int = 0
     queue_s: float | None = None
     """From arrival to the router's decision."""
+    decided_s: float | None = None
+    """When the router's first decision came."""
+    predicted_ttft_s: float | None = None
+    """From that decision to the first token, as the router saw it."""
     first_token_s: float | None = None
     finished_s: float | None = None
     finish_reasons: list[str] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     """Every replica that served a part of it, in order of first use."""
     num_failovers: int = 0
+    pauses_s: list[float] = field(default_factory=list)
+    """For each choice that went on elsewhere: from the loss of its replica until its next token."""
     error: str | None = None
     prompt: object = None
     """Set only when the configuration asks for prompts in the log."""
@@ -42,6 +48,13 @@ class AccessRecord:
     @property
     def ttft_s(self) -> float | None:
         return None if self.first_token_s is None else self.first_token_s - self.started_s
+
+    @property
+    def prediction_ratio(self) -> float | None:
+        """Actual over predicted time from decision to first token; None after a failover before it, which nobody predicts."""
+        if self.first_token_s is None or self.decided_s is None or not self.predicted_ttft_s or self.num_failovers:
+            return None
+        return (self.first_token_s - self.decided_s) / self.predicted_ttft_s
 
     @property
     def duration_s(self) -> float | None:
@@ -68,10 +81,12 @@ def log_access(record: AccessRecord) -> None:
         "output_tokens": record.num_output_tokens,
         "queue_ms": _milliseconds(record.queue_s),
         "ttft_ms": _milliseconds(record.ttft_s),
+        "predicted_ttft_ms": _milliseconds(record.predicted_ttft_s),
         "duration_ms": _milliseconds(record.duration_s),
         "finish_reason": ",".join(record.finish_reasons) or None,
         "replica": ",".join(record.replicas) or None,
         "failovers": record.num_failovers or None,
+        "longest_pause_ms": _milliseconds(max(record.pauses_s, default=None)),
         "error": record.error,
         "prompt": record.prompt,
     }

@@ -11,7 +11,7 @@ from router.snapshot import Decision, Rejection, RoutingRequest
 
 
 class ReplicaGone(Exception):
-    """The chosen replica died, is unreachable, or left before it took the request. Another decision may succeed.
+    """The chosen replica cannot go on with the request. Another decision may succeed.
 
     Not raised when the engine itself refuses or fails a request: those are RequestRejected and a FAILED progress.
     """
@@ -21,6 +21,18 @@ class ReplicaGone(Exception):
         self.replica_id = replica_id
 
 
+class ReplicaDied(ReplicaGone):
+    """It died, or hangs, while it had the request, which may be the reason."""
+
+
+class ReplicaHung(ReplicaDied):
+    """The router has fenced it."""
+
+
+class ReplicaLeft(ReplicaGone):
+    """It never took the request, or handed it back, e.g. because it drains. Nothing is said against the request."""
+
+
 class RouterGone(Exception):
     """The router died or did not answer. It is restarted and rebuilt from reports within seconds."""
 
@@ -28,18 +40,24 @@ class RouterGone(Exception):
 class Backend(Protocol):
     """Routes and runs requests. Every `acquire` is followed by one `release`, whatever came of it."""
 
+    def start(self) -> None:
+        """Begins to renew this caller's lease; needs a running loop."""
+        ...
+
+    async def close(self) -> None: ...
+
     async def describe(self, model: str) -> ModelDescription:
         """Facts of a model's engines; waits until one replica has loaded. Raises ReplicaGone."""
         ...
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
-        """Waits in the router's queue. Cancelling the call leaves the queue. Raises RouterGone."""
+        """Waits in the router's queue. Cancelling the call leaves the queue. Raises RouterGone, also when the router hangs."""
         ...
 
     def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
         """Streams one choice from exactly that replica. Closing the iterator cancels the request there.
 
-        Raises ReplicaGone, RequestRejected.
+        Raises ReplicaDied, ReplicaLeft, RequestRejected.
         """
         ...
 
@@ -53,4 +71,8 @@ class Backend(Protocol):
 
     async def describe_router(self) -> dict[str, Any]:
         """The router's own view, for /debug/router. Raises RouterGone."""
+        ...
+
+    async def explain(self, request_id: str) -> list[Decision | Rejection]:
+        """What the router decided lately on a request and its resends. Raises RouterGone."""
         ...

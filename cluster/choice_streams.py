@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from cluster.access_log import AccessRecord
-from cluster.backend import Backend, ReplicaGone, RouterGone
+from cluster.backend import Backend, ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
 from cluster.errors import GenerationFailed, Overloaded, Unavailable
 from cluster.prepared_generation import PreparedGeneration, routing_request
 from cluster.served_model import ServedModel
@@ -25,9 +25,7 @@ from router.snapshot import Decision, Rejection, RoutingRequest
 
 logger = logging.getLogger(__name__)
 
-_MAX_REPEATS = 20
-"""How often a choice goes back to a replica that failed it, with growing pauses: about 17 s. The router names such a one when it
-has no other, which changes soon (a replica drains while its successor loads) or never."""
+_LONGEST_PAUSE_S = 1.0
 _NO_REPLICA_PAUSE_S = 0.1  # between two rejections for want of a replica, each of which has waited in the router before
 _QUEUE_SIZE = 256  # messages a slow reader may be behind before its replicas' streams wait
 
@@ -50,8 +48,9 @@ class ChoiceDelta:
 class FailoverPolicy:
     """How hard a request is kept alive."""
 
-    max_attempts: int = 3
-    """Replicas one choice may be started on; it is refused after that many deaths."""
+    max_deaths: int = 3
+    """A choice present at this many deaths of replicas is refused. Before the last of them it runs alone on a replica, so
+    that it is refused only when it is the reason."""
     router_timeout_s: float = 10.0
     """How long a request waits for a dead router to come back."""
     replica_timeout_s: float = 120.0
@@ -118,9 +117,11 @@ class ChoiceStreams:
         first_index = position * self._prepared.params.n
         emitted: list[StreamJournal] = []
         try:
-            decision = await self._acquire(request, num_choices=self._prepared.params.n, excluded=frozenset())
+            decision = await self._acquire(request, num_choices=self._prepared.params.n)
             if self._record.queue_s is None:
-                self._record.queue_s = self._clock() - self._record.started_s
+                self._record.decided_s = self._clock()
+                self._record.queue_s = self._record.decided_s - self._record.started_s
+                self._record.predicted_ttft_s = decision.predicted_ttft_s
             async with asyncio.TaskGroup() as group:
                 for choice in range(self._prepared.params.n):
                     params = self._prepared.params.for_choice(choice)
@@ -148,40 +149,44 @@ class ChoiceStreams:
         request = journal.current_request()
         text = TextStream(self._model.tokenizer, request.params, request.output_ids)
         leases: list[str] = []
-        gone: set[str] = set()
-        num_repeats = 0
+        losses = _Losses()
         try:
             while True:
                 try:
-                    if await self._follow(journal, text, index, replica_id):
+                    if await self._follow(journal, text, index, replica_id, losses):
                         return
                 except ReplicaGone as error:
-                    if error.replica_id in gone:
-                        num_repeats += 1
-                        if num_repeats > _MAX_REPEATS:
-                            raise Unavailable(f"no replica can take the request: {error}") from error
-                        await self._sleep(min(0.1 * 2 ** (num_repeats - 1), 1.0))
-                    gone.add(error.replica_id)
-                    self._backend.report_gone(error.replica_id)
-                    if len(gone) >= self._policy.max_attempts:
-                        raise Unavailable("the replicas serving this request died, one after the other") from error
-                    logger.warning("request %s choice %d: %s; going on from token %d", request.request_id, index, error, journal.num_tokens)
+                    num_tokens = journal.num_tokens
+                    logger.warning("request %s choice %d: %s; going on from token %d", request.request_id, index, error, num_tokens)
+                    pause_s = losses.add(error, self._clock(), num_tokens)
+                    if isinstance(error, ReplicaDied) and not isinstance(error, ReplicaHung):
+                        self._backend.report_gone(error.replica_id)
+                    if losses.num_deaths >= self._policy.max_deaths:
+                        raise GenerationFailed(
+                            f"{losses.num_deaths} replicas died while they ran this request, the last of them when it ran nothing else"
+                        ) from error
+                    if self._clock() - losses.since_s > self._policy.replica_timeout_s:
+                        raise Unavailable(f"no replica can take the request: {error}") from error
+                    await self._sleep(pause_s)
                     self._record.num_failovers += 1
                 resend = journal.begin_attempt()
                 lease = replace(resend, request_id=f"{resend.request_id}-{resend.choice}-{resend.attempt}")
                 leases.append(lease.request_id)
-                replica_id = (await self._acquire_again(lease, frozenset(gone))).replica_id
+                is_alone = losses.num_deaths >= max(2, self._policy.max_deaths - 1)
+                replica_id = (await self._acquire_again(lease, losses.replica_ids, is_alone=is_alone)).replica_id
         finally:
             for lease_id in leases:
                 self._backend.release(lease_id, journal.num_tokens)
 
-    async def _follow(self, journal: StreamJournal, text: TextStream, index: int, replica_id: str) -> bool:
+    async def _follow(self, journal: StreamJournal, text: TextStream, index: int, replica_id: str, losses: _Losses) -> bool:
         """Streams from one replica until the choice is finished. Raises ReplicaGone when that replica cannot go on."""
         self._record.note_replica(replica_id)
         async with aclosing(self._backend.generate(self._model.name, replica_id, journal.current_request())) as stream:
             async for progress in stream:
                 if not journal.try_record(progress):
                     continue
+                if progress.token_ids and (pause_s := losses.take_pause(self._clock())) is not None:
+                    self._record.pauses_s.append(pause_s)
                 # What came before a bad ending may come in one message with it, and is the client's all the same.
                 is_cut = progress.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED)
                 delta = text.push(replace(progress, finish_reason=None) if is_cut else progress)
@@ -207,8 +212,8 @@ class ChoiceStreams:
                 if progress.finish_reason is FinishReason.FAILED:
                     raise GenerationFailed(progress.error or "the engine could not finish the request")
                 if is_cut:
-                    raise ReplicaGone(replica_id, "it stopped the request")
-        raise ReplicaGone(replica_id, "its stream ended early")
+                    raise ReplicaLeft(replica_id, "it handed the request back")
+        raise ReplicaLeft(replica_id, "its stream ended early")
 
     def _is_scored(self, index: int) -> bool:
         return self._scored[index // self._prepared.params.n].is_set()
@@ -224,12 +229,14 @@ class ChoiceStreams:
         self._num_cached[position] = max(self._num_cached[position], num_tokens)
         self._record.num_cached_tokens = sum(self._num_cached)
 
-    async def _acquire(self, request: GenerationRequest, *, num_choices: int, excluded: frozenset[str]) -> Decision:
+    async def _acquire(
+        self, request: GenerationRequest, *, num_choices: int, excluded: frozenset[str] = frozenset(), is_alone: bool = False
+    ) -> Decision:
         facts = self._model.description
         routing = routing_request(
             self._model.name, request, block_size=facts.block_size, weights_version=facts.weights_version, num_choices=num_choices
         )
-        routing = replace(routing, excluded_replicas=excluded)
+        routing = replace(routing, excluded_replicas=excluded, is_alone=is_alone)
         answer = await self._ask_router(routing)
         if isinstance(answer, Rejection):
             if answer.is_unavailable:
@@ -237,13 +244,13 @@ class ChoiceStreams:
             raise Overloaded(answer.reason, answer.retry_after_s)
         return answer
 
-    async def _acquire_again(self, request: GenerationRequest, excluded: frozenset[str]) -> Decision:
+    async def _acquire_again(self, request: GenerationRequest, excluded: frozenset[str], *, is_alone: bool) -> Decision:
         """For a choice that lost its replica. It outwaits the router's own limit, which is meant for requests that can still
         be sent elsewhere: a client that has text already cannot, and a restart takes as long as loading the model."""
         deadline_s = self._clock() + self._policy.replica_timeout_s
         while True:
             try:
-                return await self._acquire(request, num_choices=1, excluded=excluded)
+                return await self._acquire(request, num_choices=1, excluded=excluded, is_alone=is_alone)
             except Unavailable:
                 if self._clock() >= deadline_s:
                     raise
@@ -260,7 +267,39 @@ class ChoiceStreams:
                 if self._clock() + pause_s > deadline_s:
                     raise Unavailable("the router is restarting") from error
             await self._sleep(pause_s)
-            pause_s = min(2 * pause_s, 1.0)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+class _Losses:
+    """The replicas that one choice lost, and how long it has been without one that makes progress."""
+
+    def __init__(self) -> None:
+        self.num_deaths = 0
+        self.replica_ids: frozenset[str] = frozenset()
+        self.since_s = 0.0  # of the first loss after the last token
+        self._num_tokens = -1
+        self._num_repeats = 0
+        self._is_pausing = False
+
+    def take_pause(self, now_s: float) -> float | None:
+        """The first token after a loss has come: seconds since that; None when nothing was lost."""
+        if not self._is_pausing:
+            return None
+        self._is_pausing = False
+        return now_s - self.since_s
+
+    def add(self, error: ReplicaGone, now_s: float, num_tokens: int) -> float:
+        """Counts one more; returns the seconds to wait before the router is asked for another. They grow while the same
+        replicas are named again and again: it has no other, which changes soon (its successor loads) or never."""
+        self.num_deaths += isinstance(error, ReplicaDied)
+        if num_tokens != self._num_tokens:
+            self.since_s, self._num_tokens, self._num_repeats = now_s, num_tokens, 0
+        self._is_pausing = True
+        if error.replica_id not in self.replica_ids:
+            self.replica_ids |= {error.replica_id}
+            return 0.0
+        self._num_repeats += 1
+        return float(min(0.1 * 2 ** (self._num_repeats - 1), _LONGEST_PAUSE_S))
 
 
 def _first(errors: BaseExceptionGroup[Exception]) -> Exception:

@@ -36,6 +36,9 @@ class ModelConfig:
     """CPUs that Ray reserves for each replica. The engine's threads are `engine.num_threads`."""
     num_gpus: float = 0.0
     """GPUs that Ray reserves for each replica."""
+    drain_s: float = 30.0
+    """How long a replica that is stopped (redeploy, scale-down, node drain) lets its requests end by themselves. What still
+    runs then goes on on another replica."""
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:
@@ -45,6 +48,8 @@ class ModelConfig:
             raise ValueError(f"num_replicas must be at least 1, got {self.num_replicas}")
         if self.num_cpus < 0 or self.num_gpus < 0:
             raise ValueError(f"num_cpus and num_gpus must be at least 0, got {self.num_cpus} and {self.num_gpus}")
+        if self.drain_s < 0:
+            raise ValueError(f"drain_s must be at least 0, got {self.drain_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,8 @@ class Unavailable(Exception):
 
 
 class GenerationFailed(Exception):
-    """The engine accepted the request and could not finish it (a numerical fault). Another attempt would fail as well."""
+    """The engine accepted the request and could not finish it (a numerical fault), or every replica that ran it died. Another
+    attempt would fail as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from cluster.protocols.openai.wire import parse_json_object
 from cluster.request_body import read_body
 from cluster.request_scope import RequestObserver, RequestScope, error_response, guarded, record_of
 from cluster.served_model import ServedModel
+from router.explanation import explanation
 
 VERSION = "0.1.0"
 
@@ -82,6 +83,18 @@ class HttpApi:
     async def debug_router(self, request: Request) -> Response:
         return JSONResponse(await self._backend.describe_router())
 
+    async def explain(self, request: Request) -> Response:
+        """Why a request went where it went: the routing answers to it, and to each of its prompts and resends."""
+        request_id = request.path_params["request_id"]
+        answers = await self._backend.explain(request_id)
+        if not answers:
+            raise HTTPException(
+                404,
+                f'No decision on {request_id[:200]!r} is kept: ids are those of answers ("chatcmpl-..."), '
+                "and only the last ones are known.",
+            )
+        return JSONResponse({"request_id": request_id, "answers": [explanation(answer) for answer in answers]})
+
     async def _read(self, request: Request) -> dict[str, object]:
         return parse_json_object(await read_body(request, self._config.limits.max_body_bytes))
 
@@ -95,7 +108,9 @@ class HttpApi:
         return model
 
     def _caller(self, request: Request) -> Caller:
-        return Caller(tenant=record_of(request).tenant, arrival_s=self._now_s())
+        rules = self._config.priorities
+        asked = rules.asked_for(request.headers.get(rules.header))
+        return Caller(tenant=record_of(request).tenant, arrival_s=self._now_s(), asked_priority=asked, priorities=rules)
 
     async def _chat(self, request: Request, body: ChatCompletionRequest, model: ServedModel) -> Response:
         prepared = await conversion.prepare_chat(body, model, self._caller(request))
@@ -116,9 +131,11 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        backend.start()
         models.begin_loading()
         yield
         await models.close()
+        await backend.close()
 
     app = FastAPI(title="Manta", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     for method, path, endpoint in (
@@ -131,6 +148,7 @@ def create_app(
         ("GET", "/health", api.health),
         ("GET", "/version", api.version),
         ("GET", "/debug/router", api.debug_router),
+        ("GET", "/debug/router/explain/{request_id}", api.explain),
     ):
         app.add_route(path, guarded(endpoint), methods=[method])
     app.add_exception_handler(HTTPException, error_response)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextvars import Context
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayActorError, RaySystemError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from cluster.backend import ReplicaGone, RouterGone
+from cluster.backend import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
+from cluster.interrupts import Interrupted, Interrupts
 from cluster.target_unreachable import TargetUnreachable
 from replicas.async_engine import EngineUnhealthy
 from replicas.model_description import ModelDescription
@@ -20,18 +23,40 @@ from router.snapshot import Decision, Rejection, RoutingRequest
 
 logger = logging.getLogger(__name__)
 
-_UNREACHABLE = (RayActorError, RaySystemError, DeploymentUnavailableError, BackPressureError, TargetUnreachable, EngineUnhealthy)
+_NEVER_TOOK = (DeploymentUnavailableError, BackPressureError, TargetUnreachable)
+_DIED = (RayActorError, RaySystemError, EngineUnhealthy)
+_UNREACHABLE = (*_NEVER_TOOK, *_DIED)
 _ANSWER_TIMEOUT_S = 5.0
+_RENEWAL_TIMEOUT_S = 4.0
+"""The router answers a renewal within a second. When it does not, calls that wait for it are given up, and made again."""
+_RENEWAL_PAUSE_S = 0.25
+_ROUTER = "router"
 
 
 class ServeBackend:
-    """Owns nothing but handles and the notices that are still on their way to the router."""
+    """Owns its name as a caller, and the notices that are still on their way to the router.
+
+    While it runs it renews its lease there. The answers tell which replicas are fenced: whoever waits for one of them is
+    interrupted at once.
+    """
 
     def __init__(self, router: Any, replicas: Mapping[str, Any]) -> None:
         """`replicas` maps a model's name to the handle of its deployment."""
         self._router = router
         self._replicas = dict(replicas)
+        self._caller = f"gateway-{secrets.token_hex(6)}"
+        self._fenced: frozenset[str] = frozenset()
+        self._interrupts = Interrupts()
+        self._renewal: asyncio.Task[None] | None = None
         self._notices: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._renewal = asyncio.create_task(self._keep_renewing(), name="renewal", context=Context())
+
+    async def close(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.gather(self._renewal, return_exceptions=True)
 
     async def describe(self, model: str) -> ModelDescription:
         try:
@@ -40,9 +65,13 @@ class ServeBackend:
             raise ReplicaGone("any", _first_line(error)) from error
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
-        response = self._router.acquire.remote(request)
+        response = self._router.acquire.remote(replace(request, caller=self._caller))
         try:
-            return await response  # type: ignore[no-any-return]
+            async with self._interrupts.guard(_ROUTER):
+                return await response  # type: ignore[no-any-return]
+        except Interrupted as error:
+            response.cancel()
+            raise RouterGone("it does not answer") from error
         except asyncio.CancelledError:
             response.cancel()
             raise
@@ -50,16 +79,28 @@ class ServeBackend:
             raise RouterGone(_first_line(error)) from error
 
     async def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+        if replica_id in self._fenced:
+            raise ReplicaLeft(replica_id, "it is fenced")
         handle = self._replicas[model].options(method_name="generate", session_id=replica_id, stream=True)
-        stream = handle.remote(request)
+        stream = handle.remote(replace(request, caller=self._caller))
+        messages = aiter(stream)
         is_finished = False
         try:
-            async for progress in stream:
+            while True:
+                async with self._interrupts.guard(replica_id):
+                    progress = await anext(messages, None)
+                if progress is None:
+                    return
                 is_finished = progress.finish_reason is not None
                 yield progress
-        except _UNREACHABLE as error:
+        except Interrupted as error:
+            raise ReplicaHung(replica_id, "it hangs") from error
+        except _NEVER_TOOK as error:
             is_finished = True
-            raise ReplicaGone(replica_id, _first_line(error)) from error
+            raise ReplicaLeft(replica_id, _first_line(error)) from error
+        except _DIED as error:
+            is_finished = True
+            raise ReplicaDied(replica_id, _first_line(error)) from error
         finally:
             if not is_finished:
                 stream.cancel()
@@ -71,11 +112,37 @@ class ServeBackend:
         self._notify(lambda: self._router.remove_replica.remote(replica_id), f"loss of replica {replica_id}")
 
     async def describe_router(self) -> dict[str, Any]:
+        return await self._ask(self._router.describe.remote)  # type: ignore[no-any-return]
+
+    async def explain(self, request_id: str) -> list[Decision | Rejection]:
+        return await self._ask(lambda: self._router.explain.remote(request_id))  # type: ignore[no-any-return]
+
+    async def _ask(self, send: Callable[[], Any]) -> Any:
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                return await self._router.describe.remote()  # type: ignore[no-any-return]
+                return await send()
         except (TimeoutError, *_UNREACHABLE) as error:
             raise RouterGone(_first_line(error)) from error
+
+    async def _keep_renewing(self) -> None:
+        """Until cancelled. It must not end by itself: then the lease would expire, and every request be cancelled."""
+        seen_version = 0
+        while True:
+            response = self._router.renew.remote(self._caller, seen_version)
+            try:
+                async with asyncio.timeout(_RENEWAL_TIMEOUT_S):
+                    news = await response
+            except TimeoutError:
+                response.cancel()
+                logger.warning("the router does not answer")
+                self._interrupts.interrupt(_ROUTER)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next renewal may succeed
+                logger.info("the lease cannot be renewed now: %s", _first_line(error))
+                await asyncio.sleep(_RENEWAL_PAUSE_S)
+            else:
+                seen_version, self._fenced = news.version, news.fenced
+                for replica_id in self._fenced:
+                    self._interrupts.interrupt(replica_id)
 
     def _notify(self, send: Callable[[], Any], what: str) -> None:
         """Sends from a context of its own: Serve cancels the calls made in the context of a request together with it."""

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -57,6 +57,7 @@ class _Stream:
     def __init__(self, request: GenerationRequest) -> None:
         self.key = request.key
         self.attempt = request.attempt
+        self.caller = request.caller
         self.is_finished = False
         self._pending: RequestProgress | Exception | None = None
         self._ready = asyncio.Event()
@@ -162,6 +163,24 @@ class AsyncEngine:
         for stream in streams:
             self._cancel(stream)
         return len(streams)
+
+    @property
+    def callers(self) -> tuple[str, ...]:
+        """Whose requests are here; each once, the nameless left out."""
+        return tuple(sorted({stream.caller for stream in self._streams.values() if stream.caller}))
+
+    def cancel_callers(self, callers: Collection[str]) -> int:
+        """Cancels every request of these callers; returns how many there were."""
+        streams = [stream for stream in self._streams.values() if stream.caller in callers]
+        for stream in streams:
+            self._cancel(stream)
+        return len(streams)
+
+    def cancel_all(self) -> int:
+        """Cancels every request, so that its reader may take it elsewhere; returns how many there were."""
+        for stream in self._streams.values():
+            self._cancel(stream)
+        return len(self._streams)
 
     def stats(self) -> ReplicaStats:
         """As of the end of the last step."""

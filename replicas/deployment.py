@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 # More than any queue limit: the router bounds what a replica gets, and Serve must not turn it away or queue it.
 MAX_ONGOING_REQUESTS = 1_000_000
 METRICS_INTERVAL_S = 1.0
+DRAIN_POLL_S = 0.1
+DRAIN_MARGIN_S = 10.0
+"""Between the end of a replica's drain, when what still runs there is handed back to be continued elsewhere, and Serve's kill."""
 SWITCH_INTERVAL_S = 0.0005
 """Between a step's native call and the next one the engine thread needs the interpreter: it must not wait 5 ms for the loop."""
 
@@ -44,10 +47,12 @@ class ReplicaDeployment:
     """Serves one model. Token ids in, token ids out; closing a stream cancels its request."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, model: str, config: EngineConfig, num_replicas: int, router: Any, log_level: str
+        self, model: str, config: EngineConfig, num_replicas: int, drain_s: float, router: Any, log_level: str
     ) -> None:
-        """`num_replicas` counts every replica of the application: they share the machine's cores and the router's time."""
+        """`num_replicas` counts every replica of the application: they share the machine's cores and the router's time.
+        Within `drain_s` of Serve's wish to stop it, what runs here may end by itself."""
         start_logging(log_level)
+        self._is_stopping = _stop_signal()
         self._config = replace(config, num_threads=config.num_threads or _share_of_cores(num_replicas))
         self._description: ModelDescription | None = None
         replica_id = serve.get_replica_context().replica_id.unique_id
@@ -64,8 +69,10 @@ class ReplicaDeployment:
         async def push(report: ReplicaReport) -> ReportReply:
             return await router.report.remote(report)  # type: ignore[no-any-return]
 
-        reporter = Reporter(identity, self._engine, push, interval_s=report_interval_s(num_replicas))
+        interval_s = report_interval_s(num_replicas)
+        reporter = Reporter(identity, self._engine, push, interval_s=interval_s, is_draining=self._is_stopping)
         self._tasks = [
+            asyncio.create_task(self._drain(replica_id, drain_s), name="drain"),
             asyncio.create_task(reporter.run(), name="reporter"),
             asyncio.create_task(self._export_metrics(), name="metrics"),
         ]
@@ -96,6 +103,18 @@ class ReplicaDeployment:
     async def cancel(self, request_id: str) -> int:
         """Cancels every choice of a request; returns how many were running."""
         return self._engine.cancel(request_id)
+
+    async def _drain(self, replica_id: str, drain_s: float) -> None:
+        """Once Serve stops the replica, the router hears of it with the next report and sends nothing more. What has not ended
+        after `drain_s` ends here as cancelled, and its gateway continues it on another replica, before Serve's kill."""
+        while not self._is_stopping():  # noqa: ASYNC110 - Serve has a flag, and no event
+            await asyncio.sleep(DRAIN_POLL_S)
+        logger.info("replica %s drains: requests may end here for %.0f s", replica_id, drain_s)
+        await asyncio.sleep(drain_s)
+        while True:  # again and again: a request may still have been on its way
+            if num := self._engine.cancel_all():
+                logger.info("replica %s hands %d requests back, to be continued elsewhere", replica_id, num)
+            await asyncio.sleep(DRAIN_POLL_S)
 
     def check_health(self) -> None:
         """Raises EngineUnhealthy when the engine makes no progress, RuntimeError when its reports have stopped."""
@@ -135,6 +154,16 @@ class RayMetricSink:
 
     def observe_step(self, seconds: float) -> None:
         self._step.observe(seconds)
+
+
+def _stop_signal() -> Callable[[], bool]:
+    """Tells whether Serve has begun to stop this replica. Serve has no public word for it: it waits for requests under way
+    and then calls the destructor, which would be too late. Raises RuntimeError with a Serve that keeps it elsewhere."""
+    worker = ray._private.worker.global_worker
+    replica: Any = getattr(worker.actors.get(worker.actor_id), "_replica_impl", None)
+    if not isinstance(getattr(replica, "_shutting_down", None), bool):
+        raise RuntimeError("this version of Ray Serve does not tell when a replica is stopped; install the pinned requirements.txt")
+    return lambda: bool(replica._shutting_down)
 
 
 def _share_of_cores(num_replicas: int) -> int:

@@ -53,6 +53,8 @@ class GenerationRequest:
     adapter_id: str | None = None
     arrival_s: float = 0.0
     """Unix time at which the gateway accepted the request."""
+    caller: str = ""
+    """The gateway that reads the answer; when it dies without a word, the request is cancelled. Empty: nobody's lease."""
     wants_handoff: bool = False
     """End with the first generated token, and lease the KV to the replica that goes on."""
     handoff: KVHandoff | None = None

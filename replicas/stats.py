@@ -53,6 +53,9 @@ class ReplicaReport:
     is_full_state: bool = False
     """True when `events` lists every cached block (the answer to a resync) rather than changes."""
     is_draining: bool = False
+    """It is about to end: what runs there may go on, but nothing new."""
+    callers: tuple[str, ...] = ()
+    """Gateways that have requests there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +63,5 @@ class ReportReply:
     """The router's answer; with `resync` the next report must carry the full state."""
 
     resync: bool = False
+    dead_callers: tuple[str, ...] = ()
+    """Those of the report's callers whose lease has expired: their requests are to be cancelled."""

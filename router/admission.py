@@ -181,6 +181,9 @@ class AdmissionQueue:
     def num_waiting_of(self, tenant: str) -> int:
         return self._num_by_tenant.get(tenant, 0)
 
+    def num_waiting_by_tier(self) -> dict[int, int]:
+        return {number: tier.num_waiting for number, tier in self._tiers.items() if tier.num_waiting}
+
     def num_tokens_ahead(self, priority: int) -> int:
         """Prompt tokens that wait at `priority` or better."""
         tier = self._tier_of(priority)
@@ -193,7 +196,8 @@ class AdmissionQueue:
         waiting = Waiting(request, now_s, self._sequence, tier_number, tenant)
         self._sequence += 1
         if self._by_slack:
-            due_s = request.deadline_s if request.deadline_s is not None else now_s + self._config.default_ttft_slo_s
+            since_s = request.arrival_s if request.attempt else now_s  # a resend goes before those who have waited less
+            due_s = request.deadline_s if request.deadline_s is not None else since_s + self._config.default_ttft_slo_s
             waiting.sort_key = due_s - expected_prefill_s
             waiting.late_s = waiting.sort_key if request.deadline_s is not None else None
         tier = self._tiers.get(tier_number)

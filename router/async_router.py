@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from replicas.stats import ReplicaReport, ReportReply
 from router.router import Router
+from router.routing_statistics import RoutingStatistics
 from router.snapshot import Decision, Rejection, RoutingRequest
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,15 @@ class AsyncRouter:
             raise RuntimeError(f"the router stopped deciding: {reason}")
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
-        """Waits for the decision. Cancelling takes the request out of the queue, or ends its booking."""
+        """Waits for the decision. Cancelling takes the request out of the queue, or ends its booking.
+
+        An id that waits already was given up by its caller, who asks anew: the older call is cancelled.
+        """
         future: asyncio.Future[Decision | Rejection] = asyncio.get_running_loop().create_future()
+        older = self._waiting.pop(request.request_id, None)
+        if older is not None:
+            older.cancel()
+            self._router.cancel(request.request_id, self._clock())
         self._router.submit(request, self._clock())
         self._waiting[request.request_id] = future
         self._changed.set()
@@ -65,13 +73,22 @@ class AsyncRouter:
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
         """The request has ended on its replica; unknown ids are ignored."""
-        now_s = self._clock()
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is not None:
-            waiting.cancel()
-            self._router.cancel(request_id, now_s)
+        if request_id in self._waiting:
+            self._cancel(request_id)
         else:
-            self._router.release(request_id, now_s, num_output_tokens)
+            self._router.release(request_id, self._clock(), num_output_tokens)
+            self._changed.set()
+
+    def release_caller(self, caller: str) -> int:
+        """The caller is dead: whatever it waits for or has booked ends. Returns how many requests that were."""
+        request_ids = self._router.requests_of(caller)
+        for request_id in request_ids:
+            self._cancel(request_id)
+        return len(request_ids)
+
+    def set_fenced(self, replica_ids: frozenset[str]) -> None:
+        """These replicas, and no others, are taken for hung."""
+        self._router.set_fenced(replica_ids)
         self._changed.set()
 
     def apply_report(self, report: ReplicaReport) -> ReportReply:
@@ -83,8 +100,21 @@ class AsyncRouter:
         self._router.remove_replica(replica_id, self._clock())
         self._changed.set()
 
+    def statistics(self) -> dict[str, RoutingStatistics]:
+        return self._router.statistics()
+
     def describe(self) -> dict[str, object]:
         return self._router.describe(self._clock())
+
+    def explain(self, request_id: str) -> list[Decision | Rejection]:
+        return self._router.explain(request_id)
+
+    def _cancel(self, request_id: str) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting.cancel()
+        self._router.cancel(request_id, self._clock())
+        self._changed.set()
 
     async def _run(self) -> None:
         while True:

@@ -54,6 +54,11 @@ class RouterConfig:
     """A dispatched request that no report has shown after this long is taken for lost."""
     lease_s: float = 3_600.0
     """A request that nobody released after this long is forgotten (its caller died without a word)."""
+    caller_lease_s: float = 10.0
+    """A gateway that did not renew its lease for this long is taken for dead: its requests are cancelled everywhere."""
+    hang_timeout_s: float = 2.5
+    """A replica silent for this long is taken for hung, and its streams go on elsewhere. Replicas say a word twice a second,
+    however long a step takes; with very many replicas, who report less often, it grows to five reports."""
     report_timeout_s: float = 30.0
     """A replica silent for longer gets work only when no other can take it."""
     no_replica_timeout_s: float = 10.0
@@ -87,12 +92,14 @@ class RouterConfig:
             "default_ttft_slo_s",
             "booking_expiry_s",
             "lease_s",
+            "caller_lease_s",
             "report_timeout_s",
             "no_replica_timeout_s",
             "prior_prefill_tokens_per_s",
             "prior_decode_step_s",
         ):
             _require(getattr(self, name) > 0, name, "above 0", getattr(self, name))
+        _require(self.hang_timeout_s >= 1, "hang_timeout_s", "at least 1: replicas say a word twice a second", self.hang_timeout_s)
         for name in ("fair_input_weight", "fair_output_weight", "fair_cached_weight", "locality_quantum_tokens"):
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         _require(self.max_wait_s is None or self.max_wait_s > 0, "max_wait_s", "above 0, or null", self.max_wait_s)

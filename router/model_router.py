@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from math import inf
 
 from replicas.stats import ReplicaReport, ReportReply
@@ -16,7 +16,9 @@ from router.preview import CandidatePreview
 from router.rates import DrainRate, RateModel, Rates
 from router.recording import DecisionSink
 from router.replica_state import ReplicaState
-from router.snapshot import ClusterSnapshot, Decision, Rejection, ReplicaSnapshot, RoutingRequest
+from router.routing_statistics import RoutingCounters, RoutingStatistics
+from router.snapshot import CandidateScore, ClusterSnapshot, Decision, Rejection, RejectionKind, ReplicaSnapshot, RoutingRequest
+from router.solitary import SolitaryRequests
 
 logger = logging.getLogger(__name__)
 
@@ -52,28 +54,34 @@ class ModelRouter:
         self._drain = DrainRate()
         self._output_tokens = float(config.expected_output_tokens)
         self._answers: list[Rejection] = []
+        self._solitary = SolitaryRequests()
+        self._fenced: frozenset[str] = frozenset()
         self._preview = CandidatePreview(())
         self._usable_until_s = -inf  # then `_usable` looks again
         self._expire_at_s = 0.0
         self._closed_until_s: float | None = None  # no replica takes work before this time, unless something changes
         self._num_decisions = 0
-        self._num_rejections = 0
+        self._counters = RoutingCounters()
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._solitary)
 
     def has(self, request_id: str) -> bool:
-        return request_id in self._queue or request_id in self._bookings
+        return request_id in self._queue or request_id in self._bookings or request_id in self._solitary
 
     def is_waiting(self, request_id: str) -> bool:
-        return request_id in self._queue
+        return request_id in self._queue or request_id in self._solitary
 
     def submit(self, request: RoutingRequest, now_s: float) -> None:
         if request.request_id in self._queue:
             raise ValueError(f"request_id must be unique among waiting requests, got {request.request_id!r} again")
         self.release(request.request_id, now_s)  # a resend: whatever was booked for the older attempt has ended
-        rejection = self._shed(request, now_s)
+        if request.is_alone:
+            self._solitary.add(request, now_s)
+            return
+        # A resend was admitted once, and its client has text already: it is not turned away for the number of others.
+        rejection = None if request.attempt else self._shed(request, now_s)
         if rejection is not None:
             self._answers.append(rejection)
             return
@@ -85,6 +93,8 @@ class ModelRouter:
         if now_s >= self._expire_at_s:
             self._expire(now_s)
             self._expire_at_s = now_s + self._config.booking_expiry_s / 10
+        if len(self._solitary):
+            answers += self._dispatch_solitary(now_s)
         if not self._replicas:
             answers += self._reject_unserved(now_s)
         elif len(self._queue) and not (self._closed_until_s is not None and now_s < self._closed_until_s):
@@ -96,6 +106,8 @@ class ModelRouter:
             self.release(request_id, now_s)
 
     def release(self, request_id: str, now_s: float, num_output_tokens: int | None = None) -> None:
+        if self._solitary.end(request_id):
+            self._note_usable_changed()
         booking = self._bookings.pop(request_id, None)
         if booking is None:
             return
@@ -125,7 +137,8 @@ class ModelRouter:
         self._rates.observe(report.replica_id, report.stats)
         rates = self._rates.rates(report.replica_id)
         if replica is None:
-            self._replicas[report.replica_id] = ReplicaState(report, now_s, rates)
+            replica = self._replicas[report.replica_id] = ReplicaState(report, now_s, rates)
+            replica.is_fenced = report.replica_id in self._fenced
             self._replicas = dict(sorted(self._replicas.items()))
             self._usable_until_s = -inf
         else:
@@ -144,24 +157,51 @@ class ModelRouter:
             self._usable_until_s = -inf
             self._index.remove(replica_id)
             self._rates.forget(replica_id)
+            self._counters.forget_replica(replica_id)
             self._closed_until_s = None
+
+    def set_fenced(self, replica_ids: frozenset[str]) -> None:
+        self._fenced = replica_ids
+        for replica in self._replicas.values():
+            replica.is_fenced = replica.replica_id in replica_ids
+        self._note_usable_changed()
+
+    def requests_of(self, caller: str) -> list[str]:
+        waiting = [*(waiting.request for waiting in self._queue), *self._solitary.waiting]
+        return [r.request_id for r in (*waiting, *(b.request for b in self._bookings.values())) if r.caller == caller]
 
     def next_wakeup_s(self, now_s: float) -> float | None:
         if self._answers:
             return now_s
         if not len(self._queue):
-            return None
+            return now_s + _LOOK_AGAIN_S if len(self._solitary) else None
         if not self._replicas:
             return min(waiting.submitted_s for waiting in self._queue) + self._config.no_replica_timeout_s
         starts = [start_s for replica in self._replicas.values() if (start_s := replica.next_start_s(now_s)) is not None]
         return min([*starts, now_s + _LOOK_AGAIN_S])
 
+    def statistics(self) -> RoutingStatistics:
+        replicas: Counter[str] = Counter(usable=0, draining=0, fenced=0, reserved=0)
+        for state in self._replicas.values():
+            is_usable = self._is_usable(state)
+            replicas["usable" if is_usable else "fenced" if state.is_fenced else "draining" if state.is_draining else "reserved"] += 1
+        return RoutingStatistics(
+            num_waiting=Counter(self._queue.num_waiting_by_tier()) + Counter(request.priority for request in self._solitary.waiting),
+            num_bookings=len(self._bookings),
+            num_replicas=replicas,
+            num_decisions=dict(self._counters.decisions),
+            num_rejections=dict(self._counters.rejections),
+            num_prompt_tokens=dict(self._counters.prompt_tokens),
+            num_cached_tokens=dict(self._counters.cached_tokens),
+        )
+
     def describe(self, now_s: float) -> dict[str, object]:
         return {
-            "num_waiting": len(self._queue),
+            "num_waiting": self.num_waiting,
+            "num_waiting_alone": len(self._solitary),
             "num_waiting_tokens": self._queue.num_tokens,
             "num_decisions": self._num_decisions,
-            "num_rejections": self._num_rejections,
+            "num_rejections": self._counters.rejections.total(),
             "num_bookings": len(self._bookings),
             "num_index_blocks": self._index.num_nodes,
             "drain_tokens_per_s": round(self._drain.tokens_per_s(self._capacity()), 1),
@@ -190,7 +230,10 @@ class ModelRouter:
                     if self._is_open(replica, now_s):
                         if self._sink is not None:
                             self._sink(waiting.request, snapshot, seed, decision)
-                        self._book(waiting, replica, num_uncached, now_s)
+                        num_outputs = self._expected_outputs(waiting.request)
+                        self._queue.dispatch(waiting, num_uncached, num_outputs, now_s)
+                        self._drain.observe(now_s, waiting.request.num_prompt_tokens, is_backlogged=len(self._queue) > 0)
+                        self._book(waiting.request, replica, num_uncached, num_outputs, now_s)
                         answers.append(decision)
                         continue
                     waiting.wanted, waiting.wanted_s, waiting.wanted_tokens = replica.replica_id, now_s, num_uncached
@@ -210,9 +253,12 @@ class ModelRouter:
     def _still_wanted(self, waiting: Waiting, now_s: float) -> ReplicaState | None:
         """The full replica that the request was found to wait for a moment ago; None when it must be decided (again)."""
         replica = self._replicas.get(waiting.wanted) if waiting.wanted is not None else None
-        if replica is None or now_s - waiting.wanted_s > _REDECIDE_S or replica.is_draining or self._is_open(replica, now_s):
+        if replica is None or now_s - waiting.wanted_s > _REDECIDE_S or self._is_open(replica, now_s):
             return None
-        return replica
+        return replica if self._is_usable(replica) else None
+
+    def _is_usable(self, replica: ReplicaState) -> bool:
+        return not (replica.is_draining or replica.is_fenced or replica.replica_id in self._solitary.reserved)
 
     def _is_open(self, replica: ReplicaState, now_s: float) -> bool:
         limit = self._config.dispatch_ahead
@@ -234,17 +280,46 @@ class ModelRouter:
         return tuple([state.snapshot(now_s, cached.get(state.replica_id, 0), pending.get(state.replica_id, 0)) for state in states])
 
     def _usable(self, now_s: float) -> CandidatePreview:
-        """Replicas that report and do not drain; silent ones only when all are silent."""
+        """Replicas that report and neither drain, hang nor are reserved; silent ones only when all are silent."""
         if self._usable_until_s <= now_s:
-            running = [state for state in self._replicas.values() if not state.is_draining]
+            running = [state for state in self._replicas.values() if self._is_usable(state)]
             timeout_s = self._config.report_timeout_s
             self._preview = CandidatePreview([state for state in running if now_s - state.reported_s <= timeout_s] or running)
             self._usable_until_s = now_s + _LOOK_AGAIN_S
         return self._preview
 
-    def _book(self, waiting: Waiting, replica: ReplicaState, num_uncached: int, now_s: float) -> None:
-        request = waiting.request
-        num_outputs = min(request.max_tokens, round(self._output_tokens) * request.num_choices)
+    def _dispatch_solitary(self, now_s: float) -> list[Decision]:
+        """Decisions on requests whose replica is empty now. Nothing to choose and nothing to predict: it waits for nobody."""
+        reserved = self._solitary.reserved
+        usable = [state for state in self._replicas.values() if not (state.is_draining or state.is_fenced)]
+        decisions = []
+        for request, replica in self._solitary.take_ready(usable):
+            depth = self._index.match(request.block_keys).get(replica.replica_id, 0)
+            num_cached = min(depth * replica.block_size, request.num_prompt_tokens)
+            num_uncached = max(1, request.num_prompt_tokens - num_cached)
+            self._book(request, replica, num_uncached, self._expected_outputs(request), now_s)
+            predicted_s = num_uncached / replica.prefill_tokens_per_s
+            decisions.append(
+                Decision(
+                    request_id=request.request_id,
+                    replica_id=replica.replica_id,
+                    predicted_ttft_s=predicted_s,
+                    num_cached_tokens=num_cached,
+                    candidates=(CandidateScore(replica_id=replica.replica_id, cost=predicted_s, terms=(("alone", predicted_s),)),),
+                )
+            )
+        if self._solitary.reserved != reserved:
+            self._note_usable_changed()
+        return decisions
+
+    def _note_usable_changed(self) -> None:
+        self._usable_until_s = -inf
+        self._closed_until_s = None
+
+    def _expected_outputs(self, request: RoutingRequest) -> int:
+        return min(request.max_tokens, round(self._output_tokens) * request.num_choices)
+
+    def _book(self, request: RoutingRequest, replica: ReplicaState, num_uncached: int, num_outputs: int, now_s: float) -> None:
         booking = Booking(
             request=request,
             replica_id=replica.replica_id,
@@ -254,8 +329,6 @@ class ModelRouter:
             num_context_tokens=request.num_prompt_tokens + num_outputs,
             num_charged_tokens=num_outputs,
         )
-        self._queue.dispatch(waiting, num_uncached, num_outputs, now_s)
-        self._drain.observe(now_s, request.num_prompt_tokens, is_backlogged=len(self._queue) > 0)
         replica.book(booking, now_s)
         self._preview.update(replica)
         self._bookings[request.request_id] = booking
@@ -263,6 +336,7 @@ class ModelRouter:
             self._pending.add(booking)
             self._pending_on.setdefault(replica.replica_id, {})[request.request_id] = booking
         self._num_decisions += 1
+        self._counters.note_decision(request, replica.replica_id, max(0, request.num_prompt_tokens - num_uncached))
 
     def _confirm_pending(self, replica_id: str) -> None:
         """Bookings whose last block is in the index now are no longer pending."""
@@ -299,36 +373,38 @@ class ModelRouter:
         overdue = [waiting.request for waiting in self._queue if now_s - waiting.submitted_s >= timeout_s]
         for request in overdue:
             self._queue.cancel(request.request_id)
+        overdue += self._solitary.take_older_than(now_s - timeout_s)
         reason = f"no replica of {self.model} is up"
-        return [
-            Rejection(request_id=request.request_id, reason=reason, retry_after_s=timeout_s, is_unavailable=True) for request in overdue
-        ]
+        for _ in overdue:
+            self._counters.note_rejection("no_replica")
+        return [Rejection(request_id=request.request_id, reason=reason, retry_after_s=timeout_s, kind="no_replica") for request in overdue]
 
     def _shed(self, request: RoutingRequest, now_s: float) -> Rejection | None:
         """Why the request is not admitted, if so. A full queue gives up its newest request of the lowest class first."""
         config = self._config
         limit = config.max_queue_requests_per_tenant
         if limit is not None and self._queue.num_waiting_of(request.tenant) >= limit:
-            return self._rejection(request, f"tenant {request.tenant!r} has {limit} requests waiting already")
+            return self._rejection(request, "tenant_limit", f"tenant {request.tenant!r} has {limit} requests waiting already")
         wait_limit_s = config.wait_limit_s(request.priority)
         if wait_limit_s is not None and self._replicas:
             wait_s = self._predicted_wait_s(request.priority)
             if wait_s > wait_limit_s:
                 reason = f"predicted wait of {wait_s:.1f} s exceeds {wait_limit_s:.1f} s"
-                return self._rejection(request, reason, wait_s - wait_limit_s)
+                return self._rejection(request, "predicted_wait", reason, wait_s - wait_limit_s)
         if len(self._queue) >= config.max_queue_requests:
             displaced = self._queue.pop_lowest_below(request.priority)
             full = f"the queue of {self.model} is full ({config.max_queue_requests} requests)"
             if displaced is None:
-                return self._rejection(request, full)
-            self._answers.append(self._rejection(displaced, full))
+                return self._rejection(request, "queue_full", full)
+            self._answers.append(self._rejection(displaced, "queue_full", full))
         return None
 
-    def _rejection(self, request: RoutingRequest, reason: str, wait_s: float | None = None) -> Rejection:
-        self._num_rejections += 1
+    def _rejection(self, request: RoutingRequest, kind: RejectionKind, reason: str, wait_s: float | None = None) -> Rejection:
+        self._counters.note_rejection(kind)
         if wait_s is None:
             wait_s = self._predicted_wait_s(request.priority)
-        return Rejection(request_id=request.request_id, reason=reason, retry_after_s=min(_MAX_RETRY_AFTER_S, max(1.0, wait_s)))
+        retry_after_s = min(_MAX_RETRY_AFTER_S, max(1.0, wait_s))
+        return Rejection(request_id=request.request_id, reason=reason, retry_after_s=retry_after_s, kind=kind)
 
     def _predicted_wait_s(self, priority: int) -> float:
         """Time until what waits ahead of a new request of `priority` has drained."""

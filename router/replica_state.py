@@ -29,6 +29,8 @@ class ReplicaState:
         self.max_num_seqs = report.max_num_seqs
         self.block_size = report.block_size
         self.is_draining = report.is_draining
+        self.is_fenced = False  # taken for hung
+        self.callers = report.callers
         self.stats = report.stats
         self.rates = rates
         self.reported_s = now_s
@@ -55,6 +57,11 @@ class ReplicaState:
         return self._num_unseen
 
     @property
+    def num_present(self) -> int:
+        """Requests there, as far as it is known: reported ones and those on their way."""
+        return self.stats.num_running + self.stats.num_waiting + self._num_unseen
+
+    @property
     def prefill_tokens_per_s(self) -> float:
         return self.rates.prefill_tokens_per_s
 
@@ -65,6 +72,7 @@ class ReplicaState:
         self.stats = report.stats
         self.rates = rates
         self.reported_s = now_s
+        self.callers = report.callers
         self.is_draining = report.is_draining
         self.max_num_seqs = report.max_num_seqs
         self._num_released = self._released_context_tokens = 0
@@ -175,6 +183,8 @@ class ReplicaState:
         return {
             "epoch": self.epoch,
             "is_draining": self.is_draining,
+            "is_fenced": self.is_fenced,
+            "callers": list(self.callers),
             "report_age_s": round(now_s - self.reported_s, 3),
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,

@@ -9,6 +9,7 @@ from router.config import RouterConfig
 from router.model_router import ModelRouter
 from router.policies import Policy
 from router.recording import DecisionSink
+from router.routing_statistics import RoutingStatistics
 from router.snapshot import Decision, Rejection, RoutingRequest
 
 
@@ -29,7 +30,8 @@ class Router:
         self._models: dict[str, ModelRouter] = {}
         self._model_of_replica: dict[str, str] = {}
         self._model_of_request: dict[str, str] = {}  # waiting and booked requests
-        self._explained: OrderedDict[str, Decision] = OrderedDict()
+        self._explained: OrderedDict[str, Decision | Rejection] = OrderedDict()  # request id -> its last answer
+        self._fenced: frozenset[str] = frozenset()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -59,12 +61,11 @@ class Router:
         """Dispatches and books whatever may go now; returns its decisions, and rejections since the last step."""
         answers = [answer for model in self._models.values() for answer in model.step(now_s)]
         for answer in answers:
-            if isinstance(answer, Decision):
-                self._explained[answer.request_id] = answer
-                self._explained.move_to_end(answer.request_id)
-                if len(self._explained) > self._config.num_explained:
-                    self._explained.popitem(last=False)
-            else:
+            self._explained[answer.request_id] = answer
+            self._explained.move_to_end(answer.request_id)
+            if len(self._explained) > self._config.num_explained:
+                self._explained.popitem(last=False)
+            if isinstance(answer, Rejection):
                 self._model_of_request.pop(answer.request_id, None)
         return answers
 
@@ -99,14 +100,30 @@ class Router:
         if model is not None:
             self._models[model].remove_replica(replica_id)
 
+    def set_fenced(self, replica_ids: frozenset[str]) -> None:
+        """These replicas, and no others, are taken for hung: nothing goes there. Their bookings stay until they are released."""
+        self._fenced = replica_ids
+        for model in self._models.values():
+            model.set_fenced(replica_ids)
+
+    def requests_of(self, caller: str) -> list[str]:
+        """Ids of what the caller waits for or has booked."""
+        return [request_id for model in self._models.values() for request_id in model.requests_of(caller)]
+
     def next_wakeup_s(self, now_s: float) -> float | None:
         """When `step` may have something to do though nothing was called in between; None when never."""
         wakeups = [wakeup_s for model in self._models.values() if (wakeup_s := model.next_wakeup_s(now_s)) is not None]
         return min(wakeups, default=None)
 
-    def explain(self, request_id: str) -> Decision | None:
-        """The decision on one of the last `num_explained` requests, with every candidate's terms."""
-        return self._explained.get(request_id)
+    def explain(self, request_id: str) -> list[Decision | Rejection]:
+        """What was answered, newest last, to the request and to what was sent on in its name (ids that continue its own with
+        "-"), among the last `num_explained` requests; decisions have every candidate's terms."""
+        parts = f"{request_id}-"
+        return [answer for known, answer in self._explained.items() if known == request_id or known.startswith(parts)]
+
+    def statistics(self) -> dict[str, RoutingStatistics]:
+        """Counters and load by model, for metrics."""
+        return {model: router.statistics() for model, router in self._models.items()}
 
     def describe(self, now_s: float) -> dict[str, object]:
         """Everything known, by model, as plain JSON values."""
@@ -116,4 +133,5 @@ class Router:
         found = self._models.get(model)
         if found is None:
             found = self._models[model] = ModelRouter(model, self._config, self._policy, self._sink)
+            found.set_fenced(self._fenced)
         return found

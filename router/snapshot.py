@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvcache.hashing import BlockKey
 from replicas.stats import ReplicaStats
@@ -33,6 +33,10 @@ class RoutingRequest:
     attempt: int = 0
     excluded_replicas: frozenset[str] = frozenset()
     """Replicas that already failed this request."""
+    is_alone: bool = False
+    """It was present when replicas died: nothing else may run where it runs."""
+    caller: str = ""
+    """The gateway that asks; when its lease expires the request is given up."""
 
 
 class ReplicaSnapshot(NamedTuple):
@@ -90,6 +94,9 @@ class Decision:
     candidates: tuple[CandidateScore, ...] = ()
 
 
+RejectionKind = Literal["queue_full", "tenant_limit", "predicted_wait", "no_replica"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
     """The request is not admitted; HTTP 429 (or 503 when no replica exists) with `Retry-After`."""
@@ -97,4 +104,9 @@ class Rejection:
     request_id: str
     reason: str
     retry_after_s: float
-    is_unavailable: bool = False
+    kind: RejectionKind
+
+    @property
+    def is_unavailable(self) -> bool:
+        """Nothing is wrong with the request or its number: nobody is there to serve it."""
+        return self.kind == "no_replica"

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from cluster.local.ray_head import RAY_ENVIRONMENT
+from tests.small_served_model import save_small_model
 
 APP = "manta"
 MODEL = "tiny"
+CALLER_LEASE_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +32,7 @@ class Deployed:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> Path:
-    """A random two-layer llama with the default model's tokenizer: quick on any CPU, and exact in float32."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_small_model(tmp_path_factory.mktemp("tiny-llama"), default_model_dir)
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +51,9 @@ def deployed(tiny_model_dir: Path) -> Iterator[Deployed]:
                 "num_cpus": 0.5,
                 "engine": {"model": str(tiny_model_dir), "dtype": "float32", "kv_cache_bytes": 32 * 2**20, "num_threads": 1},
             }
-        ]
+        ],
+        "router": {"caller_lease_s": CALLER_LEASE_S},
+        "gateway": {"num_replicas": 2},
     }
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

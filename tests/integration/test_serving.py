@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -13,8 +15,9 @@ import openai
 import pytest
 import ray
 from openai import AsyncOpenAI
+from ray.serve.context import _get_global_client
 
-from tests.integration.conftest import MODEL, Deployed
+from tests.integration.conftest import APP, CALLER_LEASE_S, MODEL, Deployed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -59,6 +62,12 @@ def kill_actor(name_contains: str) -> None:
             ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]), no_restart=True)
             return
     raise AssertionError(f"no actor named like {name_contains}")
+
+
+def pid_of(deployment: str, replica_id: str | None = None) -> int:
+    """The process of one running replica of a deployment."""
+    details = _get_global_client().get_serve_details()["applications"][APP]["deployments"][deployment]["replicas"]
+    return next(each["pid"] for each in details if each["state"] == "RUNNING" and replica_id in (None, each["replica_id"]))
 
 
 async def complete(client: AsyncOpenAI, prompt: str, **options: Any) -> Any:
@@ -142,6 +151,44 @@ async def test_replica_killed_in_mid_stream_is_only_a_pause(client: AsyncOpenAI,
     kill_actor(f"#{busy}")
     assert await asyncio.gather(*streams) == [expected] * 4
     await wait_until(deployed, lambda model: busy not in model["replicas"] and len(model["replicas"]) == 2, timeout_s=60)
+
+
+async def test_replica_that_hangs_is_only_a_pause_and_holds_nothing_when_it_goes_on(client: AsyncOpenAI, deployed: Deployed) -> None:
+    expected = (await complete(client, "A long tale", **LONG)).choices[0].text
+    started = asyncio.Event()
+    streams = [asyncio.create_task(streamed_text(client, "A long tale", started, **LONG)) for _ in range(4)]
+    await started.wait()
+    await wait_until(deployed, lambda model: any(replica["num_running"] for replica in model["replicas"].values()))
+    busy = next(replica_id for replica_id, replica in (await router_view(deployed))["replicas"].items() if replica["num_running"])
+    pid = pid_of(f"replica-{MODEL}", busy)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert await asyncio.gather(*streams) == [expected] * 4
+        assert (await router_view(deployed))["replicas"][busy]["is_fenced"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await wait_until(deployed, lambda model: is_idle(model) and len(model["replicas"]) == 2, timeout_s=60)
+
+
+async def test_gateway_killed_has_its_requests_cancelled(client: AsyncOpenAI, deployed: Deployed) -> None:
+    started = [asyncio.Event() for _ in range(8)]
+    streams = [asyncio.create_task(streamed_text(client, f"Tale {i}", started[i], **LONG)) for i in range(8)]
+    await asyncio.gather(*(event.wait() for event in started))
+    os.kill(pid_of("gateway"), signal.SIGKILL)
+    results = await asyncio.gather(*streams, return_exceptions=True)
+    assert 0 < sum(isinstance(result, Exception) for result in results) < 8  # those of the other gateway went on
+    await wait_until(deployed, is_idle, timeout_s=CALLER_LEASE_S + 4)
+
+
+async def test_explanation_of_an_answer_names_its_replica_and_every_cost(client: AsyncOpenAI, deployed: Deployed) -> None:
+    answer = await complete(client, "explain this", max_tokens=2)
+    async with httpx.AsyncClient() as http:
+        body = (await http.get(f"{deployed.url}/debug/router/explain/{answer.id}", timeout=10)).json()
+        assert (await http.get(f"{deployed.url}/debug/router/explain/nobody", timeout=10)).status_code == 404
+    (decision,) = body["answers"]
+    assert decision["request_id"] == f"{answer.id}-0"
+    assert decision["replica"] in {candidate["replica"] for candidate in decision["candidates"]}
+    assert len(decision["candidates"]) == 2
 
 
 async def test_idle_replica_killed_is_noticed_and_replaced(client: AsyncOpenAI, deployed: Deployed) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from cluster.access_log import AccessRecord
-from cluster.backend import ReplicaGone
+from cluster.backend import ReplicaDied
 from cluster.choice_streams import FailoverPolicy
 from cluster.gateway_config import GatewayConfig
 from cluster.http_app import create_app
@@ -50,6 +50,12 @@ class InProcessBackend:
         self._router = router
         self.replicas = replicas  # replica id -> replica
 
+    def start(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
     async def describe(self, model: str) -> ModelDescription:
         return next(iter(self.replicas.values())).engine.description
 
@@ -62,7 +68,7 @@ class InProcessBackend:
             async for progress in stream:
                 yield progress
         except EngineUnhealthy as error:
-            raise ReplicaGone(replica_id, str(error)) from error
+            raise ReplicaDied(replica_id, str(error)) from error
         finally:
             await stream.aclose()
 
@@ -74,6 +80,9 @@ class InProcessBackend:
 
     async def describe_router(self) -> dict[str, Any]:
         return self._router.describe()
+
+    async def explain(self, request_id: str) -> list[Decision | Rejection]:
+        return self._router.explain(request_id)
 
 
 @dataclass(slots=True)

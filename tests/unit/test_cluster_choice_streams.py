@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.access_log import AccessRecord
-from cluster.backend import ReplicaGone
+from cluster.backend import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft
 from cluster.choice_streams import ChoiceStreams, FailoverPolicy
 from cluster.errors import GenerationFailed, Unavailable
 from cluster.prepared_generation import PreparedGeneration
@@ -26,6 +26,8 @@ class _OneReplicaThatRefuses:
 
     def __init__(self) -> None:
         self.acquired: list[str] = []
+        self.routed: list[RoutingRequest] = []
+        self.gone: list[str] = []
         self.released: list[str] = []
 
     async def describe(self, model: str) -> ModelDescription:
@@ -33,21 +35,31 @@ class _OneReplicaThatRefuses:
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
         self.acquired.append(request.request_id)
+        self.routed.append(request)
         return Decision(request_id=request.request_id, replica_id="only")
 
     async def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
         for progress in ():
             yield progress
-        raise ReplicaGone(replica_id, "it drains")
+        raise ReplicaLeft(replica_id, "it drains")
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
         self.released.append(request_id)
 
     def report_gone(self, replica_id: str) -> None:
-        return None
+        self.gone.append(replica_id)
 
     async def describe_router(self) -> dict[str, Any]:
         return {}
+
+    async def explain(self, request_id: str) -> list[Decision | Rejection]:
+        return []
+
+    def start(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
 
 
 class _OneReplicaThatFails(_OneReplicaThatRefuses):
@@ -57,18 +69,41 @@ class _OneReplicaThatFails(_OneReplicaThatRefuses):
         yield RequestProgress(key=request.key, attempt=0, token_ids=(504,), finish_reason=FinishReason.FAILED, error="NaN")
 
 
+class _Fleet(_OneReplicaThatRefuses):
+    """A new replica for every decision. Each says one token, then ends as told, in order."""
+
+    def __init__(self, *ends: type[ReplicaGone] | FinishReason) -> None:
+        super().__init__()
+        self._ends = list(ends)
+
+    async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
+        await super().acquire(request)
+        return Decision(request_id=request.request_id, replica_id=f"r{len(self.acquired)}")
+
+    async def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+        end = self._ends.pop(0)
+        is_last = isinstance(end, FinishReason) and end is not FinishReason.CANCELLED
+        yield RequestProgress(key=request.key, attempt=request.attempt, token_ids=(504,), finish_reason=end if is_last else None)
+        if isinstance(end, type):
+            raise end(replica_id, "as told")
+        if not is_last:
+            yield RequestProgress(key=request.key, attempt=request.attempt, finish_reason=end)
+
+
 @pytest.fixture
 def model(default_tokenizer: Tokenizer) -> ServedModel:
     description = ModelDescription(max_model_len=100, vocab_size=49_152, block_size=16, dtype="float32", tokenizer_source="x")
     return ServedModel("m", description, default_tokenizer, created_s=0)
 
 
-def streams_over(backend: _OneReplicaThatRefuses, model: ServedModel, sleep: Callable[[float], Awaitable[None]]) -> ChoiceStreams:
+def streams_over(
+    backend: _OneReplicaThatRefuses, model: ServedModel, sleep: Callable[[float], Awaitable[None]], clock: Callable[[], float] = lambda: 0.0
+) -> ChoiceStreams:
     params = SamplingParams(max_tokens=5)
     request = GenerationRequest(request_id="a", prompt_ids=(1, 2), params=params, seed=0)
     prepared = PreparedGeneration(response_id="a", model="m", requests=(request,), params=params)
     record = AccessRecord(request_id="a", method="POST", path="/v1/completions", started_s=0.0)
-    return ChoiceStreams(prepared, model, backend, record, FailoverPolicy(), sleep=sleep)
+    return ChoiceStreams(prepared, model, backend, record, FailoverPolicy(), clock=clock, sleep=sleep)
 
 
 async def test_replica_named_again_and_again_is_waited_for_and_then_given_up(model: ServedModel) -> None:
@@ -79,12 +114,49 @@ async def test_replica_named_again_and_again_is_waited_for_and_then_given_up(mod
         pauses.append(seconds)
         assert len(pauses) < 1000, "it goes on for ever"
 
-    async with streams_over(backend, model, sleep) as streams:
+    async with streams_over(backend, model, sleep, clock=lambda: sum(pauses)) as streams:
         with pytest.raises(Unavailable, match="no replica can take the request"):
             await anext(aiter(streams))
-    assert pauses[:5] == [0.1, 0.2, 0.4, 0.8, 1.0]
-    assert 10 < sum(pauses) < 30
+    assert pauses[:6] == [0.0, 0.1, 0.2, 0.4, 0.8, 1.0]
+    assert 120 < sum(pauses) < 123  # FailoverPolicy.replica_timeout_s
     assert sorted(backend.acquired) == sorted(backend.released)
+    assert not backend.gone, "a replica that drains is not dead"
+
+
+async def tokens_of(streams: ChoiceStreams) -> int:
+    return sum([len(delta.token_ids) async for delta in streams])
+
+
+async def test_choice_present_at_two_deaths_runs_alone_and_goes_on(model: ServedModel) -> None:
+    backend = _Fleet(ReplicaDied, ReplicaDied, FinishReason.LENGTH)
+    async with streams_over(backend, model, asyncio.sleep) as streams:
+        assert await tokens_of(streams) == 3
+    assert [request.is_alone for request in backend.routed] == [False, False, True]
+    assert [sorted(request.excluded_replicas) for request in backend.routed] == [[], ["r1"], ["r1", "r2"]]
+    assert backend.gone == ["r1", "r2"]
+
+
+async def test_choice_that_also_kills_the_replica_it_has_alone_is_refused(model: ServedModel) -> None:
+    backend = _Fleet(ReplicaDied, ReplicaDied, ReplicaDied)
+    async with streams_over(backend, model, asyncio.sleep) as streams:
+        with pytest.raises(GenerationFailed, match="3 replicas died while they ran this request"):
+            await tokens_of(streams)
+    assert sorted(backend.acquired) == sorted(backend.released)
+
+
+async def test_hung_replica_counts_as_a_death_but_is_no_news_to_the_router(model: ServedModel) -> None:
+    backend = _Fleet(ReplicaHung, ReplicaHung, FinishReason.LENGTH)
+    async with streams_over(backend, model, asyncio.sleep) as streams:
+        assert await tokens_of(streams) == 3
+    assert backend.routed[-1].is_alone
+    assert not backend.gone
+
+
+async def test_replicas_that_drain_say_nothing_against_a_choice(model: ServedModel) -> None:
+    backend = _Fleet(*[ReplicaLeft, FinishReason.CANCELLED] * 3, FinishReason.LENGTH)
+    async with streams_over(backend, model, asyncio.sleep) as streams:
+        assert await tokens_of(streams) == 7
+    assert not any(request.is_alone for request in backend.routed)
 
 
 async def test_tokens_in_one_message_with_a_failure_come_before_it(model: ServedModel) -> None:

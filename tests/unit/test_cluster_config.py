@@ -30,7 +30,7 @@ def test_args_reach_the_frozen_classes() -> None:
         {
             "models": [{"name": "a", "num_replicas": 3, "engine": {"dtype": "float32", "max_num_seqs": 7}}],
             "router": {"policy": "least_loaded", "orders": ["fcfs"], "tenant_weights": {"acme": 2}},
-            "gateway": {"limits": {"max_n": 3}, "failover": {"max_attempts": 5}},
+            "gateway": {"limits": {"max_n": 3}, "failover": {"max_deaths": 5}},
         }
     )
     assert config.models[0].num_replicas == 3
@@ -38,7 +38,7 @@ def test_args_reach_the_frozen_classes() -> None:
     assert config.router.orders == ("fcfs",)
     assert config.router.tenant_weights == {"acme": 2.0}
     assert config.gateway.limits == RequestLimits(max_n=3)
-    assert config.gateway.failover.max_attempts == 5
+    assert config.gateway.failover.max_deaths == 5
 
 
 def test_shipped_config_is_valid() -> None:

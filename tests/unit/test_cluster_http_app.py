@@ -252,3 +252,35 @@ async def test_choice_whose_replica_stays_away_ends_with_an_error_event(default_
         response = await client.post(TEXT, json={"model": MODEL, "prompt": "word " * 100, "max_tokens": 100, "stream": True})
         last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
         assert last["error"]["code"] == "unavailable"
+
+
+async def test_explain_tells_why_a_request_went_where_it_went(default_tokenizer: Tokenizer) -> None:
+    async with running_cluster(default_tokenizer, num_replicas=2) as cluster, client_of(cluster) as client:
+        answer = (await client.post(TEXT, json={"model": MODEL, "prompt": ["a b c", "d e f"], "max_tokens": 3})).json()
+        body = (await client.get(f"/debug/router/explain/{answer['id']}")).json()
+        assert [one["request_id"] for one in body["answers"]] == [f"{answer['id']}-0", f"{answer['id']}-1"]
+        for one in body["answers"]:
+            costs = {candidate["replica"]: candidate["cost_s"] for candidate in one["candidates"]}
+            assert list(costs.values()) == sorted(costs.values())
+            assert costs[one["replica"]] == pytest.approx(min(costs.values()), abs=1e-3)  # ties go by the prefix
+            assert one["candidates"][0]["cost_s"] == pytest.approx(sum(one["candidates"][0]["terms"].values()), abs=1e-3)
+        missing = await client.get("/debug/router/explain/nobody")
+        assert missing.status_code == 404
+        assert "nobody" in missing.json()["error"]["message"]
+
+
+async def test_priority_header_sets_the_tier_and_a_wrong_one_is_refused(default_tokenizer: Tokenizer) -> None:
+    async with running_cluster(default_tokenizer) as cluster, client_of(cluster) as client:
+        refused = await client.post(TEXT, json={"model": MODEL, "prompt": "a"}, headers={"X-Priority": "high"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "X-Priority"
+        cluster.replicas[0].engine.gate.clear()
+        calls = [
+            asyncio.create_task(client.post(TEXT, json={"model": MODEL, "prompt": "x", "max_tokens": 2}, headers={"X-Priority": str(p)}))
+            for p in [0] * 20 + [7] * 5
+        ]
+        async with asyncio.timeout(5):
+            while "7" not in (await cluster.backend.describe_router()).get(MODEL, {}).get("tiers", {}):
+                await asyncio.sleep(0.002)
+        cluster.replicas[0].engine.gate.set()
+        assert {response.status_code for response in await asyncio.gather(*calls)} == {200}

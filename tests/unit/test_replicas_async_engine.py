@@ -217,3 +217,28 @@ async def test_kv_changes_that_wait_for_a_step_end_with_the_engine(
             await reading
         await asyncio.gather(running, return_exceptions=True)
         await (shutdown or engine.shutdown())
+
+
+async def test_requests_of_a_dead_caller_are_cancelled_and_no_others(engine: AsyncEngine, echo: EchoEngine) -> None:
+    echo.gate.clear()
+    tasks = [
+        asyncio.create_task(_collect(engine, _request(name, caller=caller)))
+        for name, caller in (("a", "g"), ("b", "g"), ("c", "h"), ("d", ""))
+    ]
+    await asyncio.sleep(0)
+    assert engine.callers == ("g", "h")
+    assert engine.cancel_callers({"g"}) == 2
+    echo.gate.set()
+    endings = [(await task)[-1].finish_reason for task in tasks]
+    assert endings == [FinishReason.CANCELLED, FinishReason.CANCELLED, FinishReason.STOP, FinishReason.STOP]
+    assert engine.callers == ()
+    assert echo.pool.num_free == echo.pool.num_blocks
+
+
+async def test_cancel_all_hands_every_request_back(engine: AsyncEngine, echo: EchoEngine) -> None:
+    echo.gate.clear()
+    tasks = [asyncio.create_task(_collect(engine, _request(name))) for name in "ab"]
+    await asyncio.sleep(0)
+    assert engine.cancel_all() == 2
+    echo.gate.set()
+    assert [(await task)[-1].finish_reason for task in tasks] == [FinishReason.CANCELLED] * 2

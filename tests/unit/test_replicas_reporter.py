@@ -17,13 +17,23 @@ class _Engine:
 
     epoch = 7
 
+    callers = ("g",)
+
     def __init__(self) -> None:
         self.events: list[BlockStored] = []
+        self.is_between_steps = asyncio.Event()
+        self.is_between_steps.set()
+        self.cancelled: list[str] = []
 
     def stats(self) -> ReplicaStats:
         return ReplicaStats(num_running=len(self.events))
 
+    def cancel_callers(self, callers: tuple[str, ...]) -> int:
+        self.cancelled += callers
+        return len(callers)
+
     async def kv_changes(self, since: int | None) -> KVChanges:
+        await self.is_between_steps.wait()
         if since is None:
             return KVChanges(first_event=len(self.events), events=tuple(self.events), is_full_state=True)
         return KVChanges(first_event=since, events=tuple(self.events[since:]), is_full_state=False)
@@ -59,7 +69,7 @@ def router() -> _Router:
 @pytest.fixture
 def reporter(engine: _Engine, router: _Router) -> Reporter:
     identity = ReplicaIdentity(replica_id="r", model="m", block_size=16, max_num_seqs=4)
-    return Reporter(identity, engine, router.push, interval_s=0.001)  # type: ignore[arg-type]
+    return Reporter(identity, engine, router.push, interval_s=0.001, idle_interval_s=0.2)  # type: ignore[arg-type]
 
 
 async def test_first_report_is_the_full_state_then_changes_follow(reporter: Reporter, engine: _Engine, router: _Router) -> None:
@@ -104,6 +114,42 @@ async def test_idle_replica_is_quiet_and_a_busy_one_reports_at_once(reporter: Re
     assert len(router.reports) == 2
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_long_step_does_not_silence_the_replica_and_loses_no_event(engine: _Engine, router: _Router) -> None:
+    identity = ReplicaIdentity(replica_id="r", model="m", block_size=16, max_num_seqs=4)
+    reporter = Reporter(identity, engine, router.push, interval_s=0.001, idle_interval_s=0.01)  # type: ignore[arg-type]
+    first = engine.store("a")
+    await reporter.report_once()
+    engine.is_between_steps.clear()
+    second = engine.store("b")
+    await reporter.report_once()
+    await reporter.report_once()
+    engine.is_between_steps.set()
+    await reporter.report_once()
+    assert [(report.first_event, report.events) for report in router.reports] == [(1, (first,)), (1, ()), (1, ()), (1, (second,))]
+
+
+async def test_drain_is_told_at_once(engine: _Engine, router: _Router) -> None:
+    drains = False
+    identity = ReplicaIdentity(replica_id="r", model="m", block_size=16, max_num_seqs=4)
+    reporter = Reporter(identity, engine, router.push, interval_s=0.001, idle_interval_s=60.0, is_draining=lambda: drains)  # type: ignore[arg-type]
+    task = asyncio.create_task(reporter.run())
+    await asyncio.sleep(0.02)
+    drains = True
+    await asyncio.sleep(0.02)
+    assert [report.is_draining for report in router.reports] == [False, True]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_requests_of_callers_that_the_router_takes_for_dead_are_cancelled(
+    reporter: Reporter, engine: _Engine, router: _Router
+) -> None:
+    router.reply = ReportReply(dead_callers=("g",))
+    await reporter.report_once()
+    assert router.reports[0].callers == ("g",)
+    assert engine.cancelled == ["g"]
 
 
 @pytest.mark.parametrize(("num_replicas", "interval_s"), [(1, 0.05), (15, 0.05), (30, 0.1), (300, 1.0), (3000, 10.0)])

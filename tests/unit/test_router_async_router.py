@@ -15,8 +15,8 @@ from router.router import Router
 from router.snapshot import Decision, Rejection, RoutingRequest
 
 
-def request(name: str) -> RoutingRequest:
-    return RoutingRequest(request_id=name, model="m", num_prompt_tokens=10, max_tokens=5)
+def request(name: str, caller: str = "") -> RoutingRequest:
+    return RoutingRequest(request_id=name, model="m", num_prompt_tokens=10, max_tokens=5, caller=caller)
 
 
 def report(replica_id: str = "r") -> ReplicaReport:
@@ -93,6 +93,31 @@ async def test_id_that_is_released_and_asked_for_again_at_once_is_answered(route
     async with asyncio.timeout(1):
         assert isinstance(await second, Decision)
     assert first.cancelled()
+    assert num_bookings(router) == 1
+
+
+async def test_id_that_waits_already_is_taken_over_by_the_newer_call(router: AsyncRouter) -> None:
+    older = asyncio.create_task(router.acquire(request("a")))
+    await asyncio.sleep(0)
+    newer = asyncio.create_task(router.acquire(request("a")))
+    await asyncio.gather(older, return_exceptions=True)
+    assert older.cancelled()
+    router.apply_report(report())
+    async with asyncio.timeout(1):
+        assert isinstance(await newer, Decision)
+    assert num_bookings(router) == 1
+
+
+async def test_dead_caller_loses_what_it_waits_for_and_what_it_booked(router: AsyncRouter) -> None:
+    router.apply_report(report())
+    await router.acquire(request("booked", "g"))
+    waiting = asyncio.create_task(router.acquire(request("waiting", "g")))
+    other = asyncio.create_task(router.acquire(request("other", "h")))
+    await asyncio.sleep(0)
+    assert router.release_caller("g") == 2
+    async with asyncio.timeout(1):
+        assert isinstance(await other, Decision)
+    assert waiting.cancelled() or waiting.cancelling() or waiting.done()
     assert num_bookings(router) == 1
 
 

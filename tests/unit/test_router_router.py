@@ -67,6 +67,9 @@ def request(
     num_choices: int = 1,
     attempt: int = 0,
     excluded: frozenset[str] = frozenset(),
+    is_alone: bool = False,
+    caller: str = "",
+    arrival_s: float = 0.0,
 ) -> RoutingRequest:
     return RoutingRequest(
         request_id=request_id,
@@ -79,6 +82,9 @@ def request(
         num_choices=num_choices,
         attempt=attempt,
         excluded_replicas=excluded,
+        is_alone=is_alone,
+        arrival_s=arrival_s,
+        caller=caller,
     )
 
 
@@ -102,7 +108,7 @@ def test_submit_waits_for_a_replica_and_goes_when_one_reports() -> None:
     assert isinstance(decision, Decision)
     assert (decision.request_id, decision.replica_id) == ("q", "r0")
     assert router.step(1.0) == []
-    assert router.explain("q") == decision
+    assert router.explain("q") == [decision]
 
 
 def test_submit_without_any_replica_is_rejected_as_unavailable_in_time() -> None:
@@ -490,3 +496,129 @@ def test_router_answers_each_request_once_and_the_same_each_time(policy: PolicyN
     assert routers[0].num_waiting == 0
     assert all(count == 1 for count in answered.values())
     assert set(answered) | cancelled == set(submitted)
+
+
+def test_explain_of_an_answer_tells_of_its_prompts_and_resends_only() -> None:
+    router = make_router(no_replica_timeout_s=1.0)
+    router.submit(request("lost-0"), 0.0)
+    (rejection,) = router.step(2.0)
+    router.apply_report(report(), 3.0)
+    for name in ("cmpl-a-0", "cmpl-a-1", "cmpl-a-0-0-1", "cmpl-ab-0"):
+        router.submit(request(name), 3.0)
+        router.step(3.0)
+        router.release(name, 3.0)
+    assert router.explain("lost") == [rejection]
+    assert [answer.request_id for answer in router.explain("cmpl-a")] == ["cmpl-a-0", "cmpl-a-1", "cmpl-a-0-0-1"]
+    assert router.explain("nobody") == []
+
+
+def test_fenced_replica_gets_nothing_until_the_fence_is_lifted() -> None:
+    router = make_router()
+    router.apply_report(report("r0"), 0.0)
+    router.apply_report(report("r1"), 0.0)
+    router.set_fenced(frozenset({"r0"}))
+    for index in range(6):
+        router.submit(request(f"a{index}"), 0.0)
+    assert replicas_of(router.step(0.0)) == ["r1"] * 3  # one that starts and dispatch_ahead; the others wait rather than go to r0
+    router.set_fenced(frozenset())
+    assert "r0" in replicas_of(router.step(0.3))
+
+
+def test_fence_of_a_model_known_later_holds() -> None:
+    router = make_router()
+    router.set_fenced(frozenset({"r0"}))
+    router.apply_report(report("r0"), 0.0)
+    router.submit(request("a"), 0.0)
+    assert router.step(0.0) == []
+    assert state_of(router)["is_fenced"]
+
+
+def test_requests_of_a_caller_are_those_it_waits_for_or_has_booked() -> None:
+    router = make_router(dispatch_ahead=1)
+    router.apply_report(report(), 0.0)
+    for name, caller in (("a", "g1"), ("b", "g1"), ("c", "g2")):
+        router.submit(request(name, caller=caller), 0.0)
+    router.step(0.0)
+    router.submit(request("d", caller="g1", is_alone=True), 0.0)
+    assert sorted(router.requests_of("g1")) == ["a", "b", "d"]
+    assert router.requests_of("g2") == ["c"]
+    for name in router.requests_of("g1"):
+        router.cancel(name, 0.0)
+    assert router.requests_of("g1") == []
+
+
+def test_solitary_request_waits_for_an_empty_replica_and_keeps_others_off_it() -> None:
+    router = make_router()
+    router.apply_report(report("r0", num_running=3), 0.0)
+    router.apply_report(report("r1", num_running=1), 0.0)
+    router.submit(request("alone", is_alone=True), 0.0)
+    assert router.step(0.0) == []  # r1 is reserved, and not empty yet
+    for index in range(3):
+        router.submit(request(f"a{index}"), 0.0)
+    assert replicas_of(router.step(0.0)) == ["r0"] * 3
+    router.apply_report(report("r1", num_running=0, num_finished=1, num_steps=1), 0.1)
+    decisions = router.step(0.1)
+    assert [(d.request_id, d.replica_id) for d in decisions if isinstance(d, Decision)] == [("alone", "r1")]
+    router.submit(request("late"), 0.1)
+    assert router.step(0.1) == []  # r1 stays reserved while it runs there
+    router.release("alone", 0.2, 5)
+    assert "r1" in replicas_of(router.step(0.2))
+
+
+def test_solitary_request_whose_reserved_replica_dies_takes_another() -> None:
+    router = make_router()
+    router.apply_report(report("r0", num_running=2), 0.0)
+    router.apply_report(report("r1", num_running=1), 0.0)
+    router.submit(request("alone", is_alone=True), 0.0)
+    router.step(0.0)
+    router.remove_replica("r1", 0.0)
+    router.apply_report(report("r0", num_running=0, num_finished=2, num_steps=1), 0.1)
+    assert replicas_of(router.step(0.1)) == ["r0"]
+
+
+def test_solitary_requests_run_one_after_the_other_on_a_single_replica() -> None:
+    router = make_router()
+    router.apply_report(report(), 0.0)
+    router.submit(request("x", is_alone=True), 0.0)
+    router.submit(request("y", is_alone=True), 0.0)
+    assert replicas_of(router.step(0.0)) == ["r0"]
+    assert router.step(1.0) == []
+    router.apply_report(report(num_running=0, num_finished=1, num_steps=1), 1.0)
+    router.release("x", 1.0, 5)
+    (decision,) = router.step(1.0)
+    assert decision.request_id == "y"
+
+
+def test_solitary_request_that_is_cancelled_frees_its_replica() -> None:
+    router = make_router()
+    router.apply_report(report(num_running=1), 0.0)
+    router.submit(request("alone", is_alone=True), 0.0)
+    router.step(0.0)
+    router.submit(request("a"), 0.0)
+    assert router.step(0.0) == []
+    router.cancel("alone", 0.0)
+    assert replicas_of(router.step(0.0)) == ["r0"]
+    assert router.num_waiting == 0
+
+
+def test_solitary_request_without_any_replica_is_rejected_in_time() -> None:
+    router = make_router(no_replica_timeout_s=10.0)
+    router.submit(request("alone", is_alone=True), 0.0)
+    assert router.step(9.0) == []
+    (rejection,) = router.step(10.0)
+    assert isinstance(rejection, Rejection)
+    assert rejection.is_unavailable
+
+
+def test_resend_is_admitted_to_a_full_queue_and_goes_before_newer_requests() -> None:
+    router = make_router(dispatch_ahead=1, max_queue_requests=2)
+    router.apply_report(report(), 100.0)
+    for name in ("a", "b", "c", "d"):  # the first two are dispatched
+        router.submit(request(name, arrival_s=100.0), 100.0)
+        router.step(100.0)
+    router.submit(request("late", arrival_s=100.0), 100.0)
+    router.submit(request("resend", attempt=1, arrival_s=40.0), 100.0)
+    assert [answer.request_id for answer in router.step(100.0)] == ["late"]  # turned away
+    router.release("a", 100.1)
+    router.release("b", 100.1)
+    assert router.step(100.1)[0].request_id == "resend"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from cluster.errors import BadRequest
 from cluster.limits import RequestLimits
 from cluster.prepared_generation import PreparedGeneration
+from cluster.priorities import PriorityRules
 from cluster.protocols.openai import chat_request, completion_request
 from cluster.protocols.openai.chat_request import ChatCompletionRequest
 from cluster.protocols.openai.completion_request import CompletionRequest
@@ -32,6 +33,12 @@ class Caller:
 
     tenant: str
     arrival_s: float
+    asked_priority: int | None = None
+    """By the header; the body goes before it."""
+    priorities: PriorityRules = PriorityRules()
+
+    def priority(self, of_body: int | None) -> int:
+        return self.priorities.granted(self.tenant, self.asked_priority if of_body is None else of_body)
 
 
 def parse_chat_request(fields: Mapping[str, Any], limits: RequestLimits) -> ChatCompletionRequest:
@@ -191,7 +198,7 @@ def _prepare(
                 prompt_ids=prompt,
                 params=params,
                 seed=seed,
-                priority=_or(body.priority, 0),
+                priority=caller.priority(body.priority),
                 tenant=caller.tenant,
                 cache_salt=body.cache_salt or "",
                 arrival_s=caller.arrival_s,

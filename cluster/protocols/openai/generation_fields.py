@@ -8,11 +8,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from cluster.errors import BadRequest
 from cluster.limits import RequestLimits
+from cluster.priorities import MAX_PRIORITY
 from cluster.protocols.openai.wire import WireModel, is_number_within, json_type, shown
 from replicas.sampling_params import MAX_LOGPROBS
 
 MAX_SEED = 2**63
-MAX_PRIORITY = 1_000_000
 _MAX_COUNT = 2**31 - 1
 
 

@@ -1,0 +1,49 @@
+"""What one model's router has decided so far, for metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from router.snapshot import RejectionKind, RoutingRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingStatistics:
+    """One moment of one model. Counters only grow, but a replica's end with it."""
+
+    num_waiting: Mapping[int, int]
+    """priority -> requests in the queue"""
+    num_bookings: int
+    num_replicas: Mapping[str, int]
+    """state (usable, draining, fenced, reserved) -> replicas"""
+    num_decisions: Mapping[str, int]
+    """kind (first, resend, alone) -> decisions"""
+    num_rejections: Mapping[RejectionKind, int]
+    num_prompt_tokens: Mapping[str, int]
+    """replica id -> prompt tokens sent there"""
+    num_cached_tokens: Mapping[str, int]
+    """replica id -> those of them that were known to be cached there"""
+
+
+@dataclass(slots=True)
+class RoutingCounters:
+    """Owns the counters."""
+
+    decisions: Counter[str] = field(default_factory=Counter)
+    rejections: Counter[RejectionKind] = field(default_factory=Counter)
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    cached_tokens: Counter[str] = field(default_factory=Counter)
+
+    def note_decision(self, request: RoutingRequest, replica_id: str, num_cached_tokens: int) -> None:
+        self.decisions["alone" if request.is_alone else "resend" if request.attempt else "first"] += 1
+        self.prompt_tokens[replica_id] += request.num_prompt_tokens
+        self.cached_tokens[replica_id] += num_cached_tokens
+
+    def note_rejection(self, kind: RejectionKind) -> None:
+        self.rejections[kind] += 1
+
+    def forget_replica(self, replica_id: str) -> None:
+        del self.prompt_tokens[replica_id]
+        del self.cached_tokens[replica_id]
