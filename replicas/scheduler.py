@@ -17,7 +17,6 @@ from replicas.request import FinishReason, GenerationRequest, RequestKey, Reques
 from replicas.request_state import RequestState, RequestStatus
 from replicas.step_plan import ScheduledChunk, StepPlan
 
-
 _NOTHING_SCORED = range(0)
 
 
