@@ -12,6 +12,7 @@ from cluster.config import ClusterConfig, ModelConfig, read_config, read_environ
 from cluster.gateway import Gateway
 from cluster.surge import SURGE_PERCENT, has_room_for
 from cluster.targeted_dispatch import TargetedDispatch
+from replicas.cores import CoreDemand
 from replicas.deployment import DRAIN_MARGIN_S, ReplicaDeployment
 from router.deployment import RouterDeployment
 
@@ -48,7 +49,10 @@ def _replicas(model: ModelConfig, config: ClusterConfig, router: Application, lo
         graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
     )
     num_replicas_in_all = sum(each.num_replicas for each in config.models)
-    return deployment.bind(model.name, model.engine, num_replicas_in_all, model.drain_s, router, log_level)
+    demand = CoreDemand.of(
+        (each.num_replicas * each.engine.parallel.tensor_parallel_size, each.engine.num_threads) for each in config.models
+    )
+    return deployment.bind(model.name, model.engine, num_replicas_in_all, demand, model.drain_s, router, log_level)
 
 
 def _shell(deployment: Any) -> Deployment:

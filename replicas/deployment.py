@@ -16,6 +16,7 @@ from ray import serve
 from ray.util import metrics
 
 from replicas.async_engine import AsyncEngine, StepEngine
+from replicas.cores import CoreClaim, CoreDemand, threads_of_engine, try_claim_cores
 from replicas.engine_config import EngineConfig
 from replicas.engine_metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS_BOUNDS, EngineMetrics
 from replicas.logs import start_logging
@@ -47,13 +48,21 @@ class ReplicaDeployment:
     """Serves one model. Token ids in, token ids out; closing a stream cancels its request."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, model: str, config: EngineConfig, num_replicas: int, drain_s: float, router: Any, log_level: str
+        self,
+        model: str,
+        config: EngineConfig,
+        num_replicas: int,
+        demand: CoreDemand,
+        drain_s: float,
+        router: Any,
+        log_level: str,
     ) -> None:
-        """`num_replicas` counts every replica of the application: they share the machine's cores and the router's time.
+        """`num_replicas` counts every replica of the application: they share the router's time. `demand` is of them all.
         Within `drain_s` of Serve's wish to stop it, what runs here may end by itself."""
         start_logging(log_level)
         self._is_stopping = _stop_signal()
-        self._config = replace(config, num_threads=config.num_threads or _share_of_cores(num_replicas))
+        self._config = replace(config, num_threads=_num_threads(config.num_threads, demand))
+        self._claim: CoreClaim | None = None
         self._description: ModelDescription | None = None
         replica_id = serve.get_replica_context().replica_id.unique_id
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -79,7 +88,14 @@ class ReplicaDeployment:
         logger.info("replica %s serves %s: %s", replica_id, model, description)
 
     def _load(self) -> StepEngine:
-        """In the engine's thread: torch is imported there and nowhere else."""
+        """In the engine's thread: torch is imported there and nowhere else, and the threads that OpenMP starts inherit its cores."""
+        assert self._config.num_threads is not None
+        self._claim = try_claim_cores(self._config.num_threads)
+        if self._claim is None:
+            logger.warning("%d cores of its own are not free on this machine: this replica shares", self._config.num_threads)
+        else:
+            self._claim.pin_thread()
+            logger.info("computes on cores %s", ", ".join(map(str, self._claim.cores)))
         from replicas.engine import Engine
 
         engine = Engine.load(self._config)
@@ -166,8 +182,7 @@ def _stop_signal() -> Callable[[], bool]:
     return lambda: bool(replica._shutting_down)
 
 
-def _share_of_cores(num_replicas: int) -> int:
-    """Threads for one of `num_replicas` spread over the cluster's nodes: all cores of a node together, never more."""
+def _num_threads(wanted: int | None, demand: CoreDemand) -> int:
+    """Raises ValueError when all engines together want more cores than the cluster's nodes have."""
     num_nodes = max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
-    replicas_here = -(-num_replicas // num_nodes)
-    return max(1, len(os.sched_getaffinity(0)) // replicas_here)
+    return threads_of_engine(wanted, demand, num_cores=len(os.sched_getaffinity(0)), num_machines=num_nodes)

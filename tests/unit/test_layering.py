@@ -28,6 +28,7 @@ TORCH_FREE_MODULES = (
     "kvcache.ownership",
     "kvcache.prefix_cache",
     "replicas.async_engine",
+    "replicas.cores",
     "replicas.default_model",
     "replicas.engine_config",
     "replicas.engine_metrics",
