@@ -70,7 +70,8 @@ class ReplicaDeployment:
         await self._engine.start()
         description = await self.describe()
         # The runner as a tag: requests that a slower path serves can be counted and alarmed on.
-        self._metrics = EngineMetrics(RayMetricSink({"model": model, "replica": replica_id, "runner": description.runner}))
+        tags = {"model": model, "replica": replica_id, "runner": description.runner, "quantization": description.quantization}
+        self._metrics = EngineMetrics(RayMetricSink(tags))
         identity = ReplicaIdentity(
             replica_id=replica_id, model=model, block_size=description.block_size, max_num_seqs=self._config.max_num_seqs
         )

@@ -9,6 +9,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Role = Literal["unified", "prefill", "decode"]
 Runner = Literal["auto", "native", "transformers"]
+Quantization = Literal["int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,13 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     runner: Runner = "auto"
     """auto: the whole step as one native call where CPU, compiler and architecture allow, else transformers' modules."""
+    quantization: Quantization | None = None
+    """Weights of all linears as integers: int8 with a scale for each output, int4 in groups of 32 inputs. Needs the native
+    runner. Embedding and KV stay in `dtype`."""
     attention_backend: str = "auto"
     """auto, or the name of one backend in replicas/attention; for the transformers runner."""
     num_threads: int | None = None
-    """Torch threads; None takes the cores this process may use."""
+    """Threads that compute. None takes the cores that this process may use; replicas of one machine share them."""
     trust_remote_code: bool = False
     weights_version: str = ""
     role: Role = "unified"
@@ -71,6 +75,10 @@ class EngineConfig:
             raise ValueError("max_model_len must be at least 2: a prompt token and one to generate")
         if self.role not in get_args(Role):
             raise ValueError(f"role must be one of {', '.join(get_args(Role))}, got {self.role!r}")
+        if self.quantization is not None and self.quantization not in get_args(Quantization):
+            raise ValueError(f"quantization must be {' or '.join(get_args(Quantization))}, or left out, got {self.quantization!r}")
+        if self.quantization is not None and self.runner == "transformers":
+            raise ValueError(f"quantization {self.quantization!r} needs the native runner; leave runner at 'auto', or quantization out")
         if self.kv_lease_s <= 0:
             raise ValueError(f"kv_lease_s must be above 0, got {self.kv_lease_s}")
         if not self.max_step_s > 0:

@@ -18,7 +18,7 @@ from kvcache.tensors import KVTensors, bytes_per_token
 from replicas.attention.backend import LayerCall
 from replicas.attention.selection import select_backend
 from replicas.engine import Engine
-from replicas.engine_config import EngineConfig
+from replicas.engine_config import EngineConfig, Quantization
 from replicas.handoff_wiring import HandoffWiring, ProcessGroupWiring
 from replicas.kv_sizing import KVSize, cpu_budget_bytes, size_kv
 from replicas.model_description import ModelDescription
@@ -26,6 +26,7 @@ from replicas.model_loader import LoadedModel, load_model
 from replicas.model_runner import ModelRunner, TransformersRunner, kv_groups, probe_layers, transformers_logits
 from replicas.model_support import UnsupportedModel
 from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch
+from replicas.native.packed_cache import PackedCache, content_key
 from replicas.request import GenerationRequest
 from replicas.request_state import RequestState
 from replicas.sampler import Sampler
@@ -43,6 +44,8 @@ CHECK_TOKENS = 48
 CHECK_TOLERANCE = {torch.float32: 1e-3}
 """Greatest mean difference of logits from transformers' own, in standard deviations of the logits."""
 CHECK_TOLERANCE_HALF = 0.15
+CHECK_TOLERANCE_QUANTIZED: dict[Quantization, float] = {"int8": 0.15, "int4": 0.5}
+"""The same with weights that differ from transformers' by their rounding. Unrelated logits differ by 1.1 deviations."""
 
 
 def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None) -> Engine:
@@ -54,6 +57,8 @@ def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None) -> En
     try:
         return _assemble(config, loaded, wiring)
     except NativeMismatch as error:
+        if config.quantization is not None:
+            raise ValueError(f"quantization {config.quantization!r} cannot serve {loaded.source}: {error}; leave it out") from error
         if config.runner == "native":
             raise ValueError(f"runner 'native' cannot serve {loaded.source}: {error}; use 'auto' or 'transformers'") from error
         logger.warning("loading again for the transformers runner: %s", error)
@@ -61,7 +66,7 @@ def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None) -> En
 
 
 def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring | None) -> Engine:
-    fingerprint = _fingerprint(loaded, config.weights_version)
+    fingerprint = _fingerprint(loaded, config)
     calls = probe_layers(loaded.model)
     backend = None
     if loaded.native_library is None:
@@ -75,11 +80,12 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         dtype=loaded.dtype,
         device=loaded.device,
     )
-    check = _SelfCheck(loaded, size.max_model_len)
+    check = _SelfCheck(loaded, size.max_model_len, config.quantization)
     runner: ModelRunner
     if backend is None:
         assert loaded.native_library is not None
-        runner = NativeDecoder(loaded.native_library, loaded.model, calls, kv)
+        cache = None if config.quantization is None else PackedCache(content_key(loaded.model, config.quantization))
+        runner = NativeDecoder(loaded.native_library, loaded.model, calls, kv, quantization=config.quantization, cache=cache)
     else:
         runner = TransformersRunner(loaded.model, backend, kv)
     dry_run = _DryRun(runner, loaded, config.block_size, size)
@@ -105,6 +111,7 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         dtype=str(loaded.dtype).removeprefix("torch."),
         tokenizer_source=loaded.source,
         runner="native" if backend is None else "transformers",
+        quantization=config.quantization or "none",
         weights_version=config.weights_version,
         fingerprint=fingerprint,
     )
@@ -122,9 +129,9 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
     )
 
 
-def _fingerprint(loaded: LoadedModel, weights_version: str) -> str:
-    """Of names, shapes and some values of the weights, so that it depends on no path and no machine."""
-    digest = hashlib.sha256(f"{loaded.model.config.model_type} {weights_version}".encode())
+def _fingerprint(loaded: LoadedModel, config: EngineConfig) -> str:
+    """Of names, shapes, some values and the quantization of the weights, so that it depends on no path and no machine."""
+    digest = hashlib.sha256(f"{loaded.model.config.model_type} {config.weights_version} {config.quantization}".encode())
     for name, parameter in sorted(loaded.model.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(parameter.detach().flatten()[:16].float().cpu().numpy().tobytes())
@@ -212,8 +219,11 @@ class _DryRun:
 class _SelfCheck:
     """Compares chunked paged logits with transformers' own on one short sequence. Made before a runner takes the weights."""
 
-    def __init__(self, loaded: LoadedModel, max_model_len: int) -> None:
+    def __init__(self, loaded: LoadedModel, max_model_len: int, quantization: Quantization | None) -> None:
         self._loaded = loaded
+        self._allowed = CHECK_TOLERANCE.get(loaded.dtype, CHECK_TOLERANCE_HALF)
+        if quantization is not None:
+            self._allowed = CHECK_TOLERANCE_QUANTIZED[quantization]
         num_tokens = min(CHECK_TOKENS, max_model_len, loaded.max_positions or CHECK_TOKENS)
         self._token_ids = _spread_token_ids(num_tokens, loaded.vocab_size)
         self._expected_TV = transformers_logits(loaded.model, torch.tensor(self._token_ids, device=loaded.device))
@@ -225,7 +235,7 @@ class _SelfCheck:
         expected_NV = self._expected_TV[[end - 1 for end in ends]]
         found_NV = dry_run.logits(self._token_ids, ends)
         difference = float((found_NV - expected_NV).abs().mean() / expected_NV.std())
-        allowed = CHECK_TOLERANCE.get(self._loaded.dtype, CHECK_TOLERANCE_HALF)
+        allowed = self._allowed
         logger.info("self-check against transformers: mean difference %.1e of the logits' deviation (allowed %.0e)", difference, allowed)
         if difference <= allowed:
             return

@@ -8,7 +8,7 @@ from typing import Protocol
 from replicas.request import StepOutput
 from replicas.stats import ReplicaStats
 
-# Name -> (help text, value of the statistics). All carry the tags model, replica and runner.
+# Name -> (help text, value of the statistics). All carry the tags model, replica, runner and quantization.
 GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_requests_running": ("Requests in the engine's batch", lambda stats: stats.num_running),
     "manta_requests_waiting": ("Requests in the engine's own queue", lambda stats: stats.num_waiting),

@@ -19,6 +19,8 @@ class ModelDescription:
     """Folder or Hugging Face id of the tokenizer."""
     runner: str = "transformers"
     """What runs the steps: "native" or "transformers" (the slower one on a CPU)."""
+    quantization: str = "none"
+    """Of the weights: "int8", "int4" or "none"."""
     weights_version: str = ""
     fingerprint: str = ""
     """Of the weights and the shape of their KV: replicas with equal ones may hand KV to each other."""

@@ -48,6 +48,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     native_library = _native_library(config, hf_config, device)
     dtype, reason = resolve_dtype(config.dtype, getattr(hf_config, "dtype", None), device, is_native=native_library is not None)
     if native_library is not None and dtype not in NATIVE_DTYPES:
+        if config.quantization is not None:
+            raise ValueError(f"quantization {config.quantization!r} needs dtype float32 or bfloat16, not {config.dtype}")
         native_library = None
     logger.info("dtype %s on %s: %s", str(dtype).removeprefix("torch."), device, reason)
     start_s = time.monotonic()
@@ -113,6 +115,11 @@ def _native_library(config: EngineConfig, hf_config: Any, device: torch.device) 
         else:
             logger.info("runner native: each step is one call into compiled kernels")
             return library
+    if config.quantization is not None:
+        raise ValueError(
+            f"quantization {config.quantization!r} needs the native runner, which cannot serve {hf_config.model_type!r} here: {reason}; "
+            "leave quantization out"
+        )
     if config.runner == "native":
         raise ValueError(f"runner 'native' cannot serve {hf_config.model_type!r} here: {reason}; use 'auto' or 'transformers'")
     logger.log(logging.WARNING if device.type == "cpu" else logging.INFO, "runner transformers: native cannot serve here (%s)", reason)

@@ -1,7 +1,7 @@
 // The step of a llama-like decoder: embedding, layers of attention and gated MLP, final norm, logits.
 //
-// Letters: T tokens of the packed step, N rows whose logits are wanted. Activations and all sums are float; weights and KV are
-// float or bfloat16. Each layer is two segments, and each segment leaves its contribution in `delta`, which the next one adds
+// Letters: T tokens of the packed step, N rows whose logits are wanted. Activations and all sums are float; embedding and KV are
+// float or bfloat16, each linear has an element type of its own. Each layer is two segments, and each segment leaves its contribution in `delta`, which the next one adds
 // to the residual stream first: between two segments is where ranks of a tensor-parallel group add up their deltas.
 #pragma once
 
@@ -10,10 +10,14 @@
 
 extern "C" {
 
+enum MantaElement : int32_t { MANTA_FLOAT32, MANTA_BFLOAT16, MANTA_INT8, MANTA_INT4 };
+
 struct MantaLinear {
-    const void* panels;  // packed [panel, k, 16]
-    const float* bias;   // or null
+    const uint32_t* panels;  // packed as matmul.h says
+    const float* units;      // of quantized weights, else null
+    const float* bias;       // or null
     int64_t num_outputs, num_k;
+    int32_t element;
 };
 
 struct MantaLayer {
@@ -39,6 +43,7 @@ struct MantaStep {
     const float *cos, *sin;  // [T, head_dim]
     float *hidden, *delta;   // [T, hidden_size], [T, hidden_size rounded up to 16]
     float *normed, *wide, *narrow;  // scratch: [T, hidden_size]; [T, widest projection]; [T, widest input of a projection]
+    float* prepared;         // scratch: [T, widest prepared input of a projection]
     float* logits;           // [N, vocabulary rounded up to 16]
     int64_t num_tokens, num_requests, table_stride, num_logit_rows;
 };
@@ -46,6 +51,21 @@ struct MantaStep {
 
 namespace manta {
 
+// Calls `call` with the packed weight of a linear in its element type.
+template <typename F>
+void with_weight(const MantaLinear& linear, F&& call) {
+    const auto as = [&](auto element) {
+        call(PackedWeight<decltype(element)>{linear.panels, linear.units, linear.num_outputs, linear.num_k});
+    };
+    switch (linear.element) {
+        case MANTA_FLOAT32: return as(Float32{});
+        case MANTA_BFLOAT16: return as(BFloat16Pair{});
+        case MANTA_INT8: return as(Int8{});
+        default: return as(Int4{});
+    }
+}
+
+// T is the type of embedding and KV.
 template <typename T>
 struct Decoder {
     const MantaDecoder& model;
@@ -155,11 +175,11 @@ struct Decoder {
     void project(const float* from, const MantaLinear& linear, float* to) const { project_rows(from, step.num_tokens, linear, to); }
 
     void project_rows(const float* from, int64_t num_rows, const MantaLinear& linear, float* to) const {
-        const PackedWeight<T> weight{static_cast<const T*>(linear.panels), linear.num_outputs, linear.num_k};
-        multiply(from, num_rows, weight, to, model.num_threads);
+        with_weight(linear, [&](auto weight) { multiply(from, num_rows, weight, to, step.prepared, model.num_threads); });
         if (linear.bias == nullptr) return;
+        const int64_t stride = (linear.num_outputs + PANEL - 1) / PANEL * PANEL;
         for (int64_t r = 0; r < num_rows; ++r)
-            for (int64_t i = 0; i < linear.num_outputs; ++i) to[r * weight.stride() + i] += linear.bias[i];
+            for (int64_t i = 0; i < linear.num_outputs; ++i) to[r * stride + i] += linear.bias[i];
     }
 
     template <typename F>

@@ -12,12 +12,16 @@ from transformers import PreTrainedModel
 from kvcache.spec import KVLayout
 from kvcache.tensors import KVTensors
 from replicas.attention.backend import LayerCall
+from replicas.engine_config import Quantization
+from replicas.native.memory import HugePageMemory
+from replicas.native.packed_cache import PackedCache
+from replicas.native.packing import GROUP, Element, PackedLinear, pack, padded
 from replicas.step_tensors import StepTensors
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 LAYOUT = KVLayout("hdt", "htd")
-PANEL = 16
-"""Outputs that the kernels compute together; packed weights and result rows are padded to a multiple of it."""
+ELEMENTS = {torch.float32: Element.FLOAT32, torch.bfloat16: Element.BFLOAT16}
+QUANTIZED: Mapping[Quantization, Element] = {"int8": Element.INT8, "int4": Element.INT4}
 
 
 class NativeMismatch(ValueError):
@@ -25,7 +29,11 @@ class NativeMismatch(ValueError):
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [("panels", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("num_outputs", ctypes.c_int64), ("num_k", ctypes.c_int64)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("panels", "units", "bias")),
+        *((name, ctypes.c_int64) for name in ("num_outputs", "num_k")),
+        ("element", ctypes.c_int32),
+    ]
 
 
 class _Layer(ctypes.Structure):
@@ -56,7 +64,7 @@ class _Decoder(ctypes.Structure):
 
 _STEP_POINTERS = (
     "token_ids", "slots", "logit_rows", "tables", "query_starts", "context_lens", "cos", "sin", "hidden", "delta", "normed",
-    "wide", "narrow", "logits",
+    "wide", "narrow", "prepared", "logits",
 )  # fmt: skip
 
 
@@ -80,44 +88,68 @@ def why_not_native(config: Any) -> str | None:
     return None
 
 
-def pack(weight_NK: torch.Tensor) -> torch.Tensor:
-    """A linear weight [outputs, inputs] as panels [outputs / 16, inputs, 16], padded with zeros."""
-    num_outputs, num_k = weight_NK.shape
-    padded = torch.nn.functional.pad(weight_NK, (0, 0, 0, -num_outputs % PANEL))
-    return padded.view(-1, PANEL, num_k).transpose(1, 2).contiguous()
+def as_struct(packed: PackedLinear, hold: Callable[[torch.Tensor], int], bias: int | None = None) -> _Linear:
+    """`hold` keeps a tensor alive and gives its address."""
+    return _Linear(
+        panels=hold(packed.panels_PW),
+        units=None if packed.units_N is None else hold(packed.units_N),
+        bias=bias,
+        num_outputs=packed.num_outputs,
+        num_k=packed.num_k,
+        element=packed.element,
+    )
 
 
 class NativeDecoder:
     """Owns the packed weights and the scratch memory of one model, and runs its steps; behind the ModelRunner contract.
 
-    Weights and KV are float32 or bfloat16, activations and all sums float32, so bfloat16 needs no hardware for it. A row's
-    logits are the same to the bit whatever else is in the step. The plain twin is `model_runner.TransformersRunner`.
+    Weights and KV are float32 or bfloat16, activations and all sums float32, so bfloat16 needs no hardware for it. With a
+    quantization the weights of all linears are integers instead. A row's logits are the same to the bit whatever else is in the
+    step. The plain twin is `model_runner.TransformersRunner`, over weights that `packing.unpack` gives.
     """
 
-    def __init__(self, library: ctypes.CDLL, model: PreTrainedModel, calls: Mapping[int, LayerCall], kv: KVTensors) -> None:
-        """Takes the model's weights over: each is packed and its original freed, so memory is held once."""
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: PreTrainedModel,
+        calls: Mapping[int, LayerCall],
+        kv: KVTensors,
+        *,
+        quantization: Quantization | None = None,
+        cache: PackedCache | None = None,
+    ) -> None:
+        """Takes the model's weights over: each is packed and its original freed, so memory is held once. `cache` keeps
+        quantized ones; without it they are quantized here and now."""
         config = model.config
         if reason := why_not_native(config) or _why_not_layers(calls):
             raise NativeMismatch(reason)
         self._library = library
         self._kv = kv  # the structs point into it, as into what follows
         self._keep: list[torch.Tensor] = []
+        self._memory = HugePageMemory()
+        self._element = ELEMENTS[model.dtype] if quantization is None else QUANTIZED[quantization]
+        self._cache = cache if self._element.is_quantized else None
         self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = model.model.rotary_emb
         call = calls[0]
         self._head_dim, self._vocab_size = call.k_dim, config.vocab_size
         head = model.lm_head.weight
-        embedding = self._hold(model.model.embed_tokens.weight.detach())
+        embedding = model.model.embed_tokens.weight.detach()
+        self._keep.append(embedding)
         layers = (_Layer * len(calls))()
         for index, (to, layer) in enumerate(zip(layers, model.model.layers, strict=True)):
-            self._fill_layer(to, layer, calls[index], kv.layer(index))
-        self._lm_head = self._linear([head.detach()], [None])
+            self._fill_layer(to, f"layers.{index}", layer, calls[index], kv.layer(index))
+        self._lm_head = self._linear("lm_head", [head.detach()], [None])
         if head is not model.model.embed_tokens.weight:
             model.lm_head.weight = None
+        if self._cache is not None:
+            self._cache.save()
         self._layers = layers
-        self._max_wide = max(_padded(x.num_outputs) for layer in layers for x in (layer.qkv, layer.gate_up))
+        self._max_wide = max(padded(x.num_outputs) for layer in layers for x in (layer.qkv, layer.gate_up))
         self._max_narrow = max(x.num_k for layer in layers for x in (layer.out, layer.down))
+        most_k = padded(max(self._max_narrow, config.hidden_size), GROUP)
+        self._max_prepared = most_k + most_k // GROUP  # see PackedWeight::prepared_stride in matmul.h
         self._decoder = _Decoder(
-            embedding=embedding,
+            embedding=embedding.data_ptr(),
             final_norm=self._floats(model.model.norm.weight),
             lm_head=self._lm_head,
             layers=layers,
@@ -145,11 +177,12 @@ class NativeDecoder:
             "cos": cos_1TD.contiguous(),
             "sin": sin_1TD.contiguous(),
             "hidden": torch.empty(num_tokens, hidden_size),
-            "delta": torch.empty(num_tokens, _padded(hidden_size)),
+            "delta": torch.empty(num_tokens, padded(hidden_size)),
             "normed": torch.empty(num_tokens, hidden_size),
             "wide": torch.empty(num_tokens, self._max_wide),
             "narrow": torch.empty(num_tokens, self._max_narrow),
-            "logits": torch.empty(num_rows, _padded(self._vocab_size)),
+            "prepared": torch.empty(num_tokens, self._max_prepared),
+            "logits": torch.empty(num_rows, padded(self._vocab_size)),
             "token_ids": step.token_ids_T,
             "slots": step.slots_T,
             "logit_rows": step.logit_rows,
@@ -171,39 +204,41 @@ class NativeDecoder:
         """The whole step as one call, during which no Python lock is held."""
         self._library.manta_decoder_step(ctypes.byref(self._decoder), ctypes.byref(step))
 
-    def _fill_layer(self, to: _Layer, layer: Any, call: LayerCall, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _fill_layer(self, to: _Layer, name: str, layer: Any, call: LayerCall, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         to.input_norm = self._floats(layer.input_layernorm.weight)
         to.post_norm = self._floats(layer.post_attention_layernorm.weight)
         if hasattr(attention, "q_norm"):
             to.q_norm, to.k_norm = self._floats(attention.q_norm.weight), self._floats(attention.k_norm.weight)
-        to.qkv = self._fused(attention.q_proj, attention.k_proj, attention.v_proj)
-        to.out = self._fused(attention.o_proj)
-        to.gate_up = self._fused(mlp.gate_proj, mlp.up_proj)
-        to.down = self._fused(mlp.down_proj)
+        to.qkv = self._fused(f"{name}.qkv", attention.q_proj, attention.k_proj, attention.v_proj)
+        to.out = self._fused(f"{name}.out", attention.o_proj)
+        to.gate_up = self._fused(f"{name}.gate_up", mlp.gate_proj, mlp.up_proj)
+        to.down = self._fused(f"{name}.down", mlp.down_proj)
         to.k_cache, to.v_cache = kv[0].data_ptr(), kv[1].data_ptr()
         to.window = call.window or 0
 
-    def _fused(self, *modules: Any) -> _Linear:
-        linear = self._linear([module.weight.detach() for module in modules], [module.bias for module in modules])
+    def _fused(self, name: str, *modules: Any) -> _Linear:
+        linear = self._linear(name, [module.weight.detach() for module in modules], [module.bias for module in modules])
         for module in modules:
             module.weight = None
         return linear
 
-    def _linear(self, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> _Linear:
+    def _linear(self, name: str, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> _Linear:
         weight_NK = torch.cat(weights) if len(weights) > 1 else weights[0]
         bias = None
         if any(b is not None for b in biases):
             parts = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
             bias = self._floats(torch.cat([p.detach() for p in parts]))
-        return _Linear(panels=self._hold(pack(weight_NK)), bias=bias, num_outputs=weight_NK.shape[0], num_k=weight_NK.shape[1])
+        packed = pack(weight_NK, self._element) if self._cache is None else self._cache.linear(name, weight_NK, self._element)
+        return as_struct(packed, self._hold, bias)
 
     def _floats(self, tensor: torch.Tensor) -> int:
         return self._hold(tensor.detach().float().contiguous())
 
     def _hold(self, tensor: torch.Tensor) -> int:
-        self._keep.append(tensor)
-        return tensor.data_ptr()
+        held = self._memory.copy(tensor)
+        self._keep.append(held)
+        return held.data_ptr()
 
 
 class SegmentedDecoder(NativeDecoder):
@@ -221,12 +256,13 @@ class SegmentedDecoder(NativeDecoder):
         calls: Mapping[int, LayerCall],
         kv: KVTensors,
         all_reduce: Callable[[torch.Tensor], None] = lambda delta: None,
+        **settings: Any,
     ) -> None:
-        super().__init__(library, model, calls, kv)
+        super().__init__(library, model, calls, kv, **settings)
         self._all_reduce = all_reduce
 
     def _run(self, step: _Step) -> None:
-        width = _padded(self._decoder.hidden_size)
+        width = padded(self._decoder.hidden_size)
         memory = (ctypes.c_float * (step.num_tokens * width)).from_address(step.delta)
         delta_TH = torch.frombuffer(memory, dtype=torch.float32).view(step.num_tokens, width)
         self._segment(step, self.EMBED)
@@ -247,7 +283,3 @@ def _why_not_layers(calls: Mapping[int, LayerCall]) -> str | None:
     if any(call.softcap is not None for call in calls.values()):
         return "it caps attention scores"
     return "its keys and values differ in size" if calls[0].k_dim != calls[0].v_dim else None
-
-
-def _padded(size: int) -> int:
-    return -(-size // PANEL) * PANEL

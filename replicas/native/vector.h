@@ -55,6 +55,17 @@ constexpr int WIDTH = 8;
 constexpr int WIDTH = 4;
 #endif
 typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float))));
+typedef uint32_t Words __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
+typedef int32_t Integers __attribute__((vector_size(WIDTH * sizeof(int32_t))));
+
+inline Vector as_floats(Words words) {  // the same bits
+    Vector floats;
+    std::memcpy(&floats, &words, sizeof words);
+    return floats;
+}
+inline Vector to_floats(Words words) {  // the same numbers, which are below 2^31
+    return __builtin_convertvector(__builtin_convertvector(words, Integers), Vector);
+}
 
 // Loops over registers must be unrolled whole, or the compiler keeps the array in memory.
 #define UNROLL _Pragma("GCC unroll 16")
@@ -70,12 +81,18 @@ inline void store_lanes(const Vector from[NUM_VECTORS], float* to) {
 }
 inline void load_lanes(const BFloat16* from, Vector to[NUM_VECTORS]) {
     typedef uint16_t Half __attribute__((vector_size(WIDTH * sizeof(uint16_t))));
-    typedef uint32_t Word __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
     UNROLL for (int i = 0; i < NUM_VECTORS; ++i) {
         Half half;
         std::memcpy(&half, from + i * WIDTH, sizeof half);
-        const Word word = __builtin_convertvector(half, Word) << 16;
-        std::memcpy(&to[i], &word, sizeof word);
+        to[i] = as_floats(__builtin_convertvector(half, Words) << 16);
+    }
+}
+inline void load_lanes(const int16_t* from, Vector to[NUM_VECTORS]) {
+    typedef int16_t Half __attribute__((vector_size(WIDTH * sizeof(int16_t))));
+    UNROLL for (int i = 0; i < NUM_VECTORS; ++i) {
+        Half half;
+        std::memcpy(&half, from + i * WIDTH, sizeof half);
+        to[i] = __builtin_convertvector(__builtin_convertvector(half, Integers), Vector);
     }
 }
 

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from replicas.engine_config import EngineConfig
 from replicas.model_runner import kv_groups, probe_layers
 from replicas.native import build
 from replicas.native.build import NativeUnavailable, load_native_library
-from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, _Linear, pack, why_not_native
+from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, as_struct, why_not_native
 from replicas.native.isa import AVX2, AVX512, PLAIN, cpu_flags, runnable
+from replicas.native.packing import Element, PackedLinear, pack, padded, unpack
 from replicas.request_state import RequestState
 from replicas.step_plan import ScheduledChunk, StepPlan
 from replicas.step_tensors import StepTensors
@@ -36,43 +38,49 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return load_native_library(isa=request.param)
 
 
-def _multiply(library: ctypes.CDLL, a_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    packed = pack(w_NK)
-    out = torch.empty(a_MK.shape[0], packed.shape[0] * 16)
-    linear = _Linear(panels=packed.data_ptr(), num_outputs=w_NK.shape[0], num_k=w_NK.shape[1])
-    is_bfloat16 = ctypes.c_int32(w_NK.dtype == torch.bfloat16)
+def _multiply(library: ctypes.CDLL, a_MK: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    out = torch.empty(a_MK.shape[0], padded(packed.num_outputs))
+    keep: list[torch.Tensor] = []
+    linear = as_struct(packed, lambda tensor: keep.append(tensor) or tensor.data_ptr())
     library.manta_multiply(
         ctypes.c_void_p(a_MK.data_ptr()), ctypes.c_int64(a_MK.shape[0]), ctypes.byref(linear), ctypes.c_void_p(out.data_ptr()),
-        is_bfloat16, ctypes.c_int32(2),
+        ctypes.c_int32(2),
     )  # fmt: skip
-    return out[:, : w_NK.shape[0]]
+    return out[:, : packed.num_outputs]
 
 
-@settings(max_examples=60, deadline=None)
+def _packed(num_outputs: int, num_k: int, element: Element, seed: int = 0) -> PackedLinear:
+    weight_NK = torch.randn(num_outputs, num_k, generator=torch.Generator().manual_seed(seed))
+    return pack(weight_NK.bfloat16() if element is Element.BFLOAT16 else weight_NK, element)
+
+
+@settings(max_examples=80, deadline=None)
 @given(
     num_rows=st.integers(1, 40),
     num_k=st.one_of(st.integers(1, 80), st.sampled_from([255, 256, 257, 600])),
     num_outputs=st.integers(1, 150),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    element=st.sampled_from(Element),
     seed=st.integers(0, 2**16),
 )
 def test_multiply_of_any_shape_equals_float64(
-    library: ctypes.CDLL, num_rows: int, num_k: int, num_outputs: int, dtype: torch.dtype, seed: int
+    library: ctypes.CDLL, num_rows: int, num_k: int, num_outputs: int, element: Element, seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    a_MK = torch.randn(num_rows, num_k, generator=generator)
-    w_NK = torch.randn(num_outputs, num_k, generator=generator).to(dtype)
-    expected = a_MK.double() @ w_NK.double().T
-    bound = 1e-6 * num_k * (a_MK.abs().double() @ w_NK.abs().double().T)  # far above K roundings of the running sum
-    assert bool(((_multiply(library, a_MK, w_NK).double() - expected).abs() <= bound).all())
+    packed = _packed(num_outputs, num_k, element, seed)
+    w_NK = unpack(packed).double()
+    a_MK = torch.randn(num_rows, num_k, generator=torch.Generator().manual_seed(seed + 1))
+    expected = a_MK.double() @ w_NK.T
+    # Far above K roundings of the running sum, whose terms are as large as the row's largest weight in a quantized type.
+    size_NK = w_NK.abs().amax(1, keepdim=True).expand_as(w_NK) if element.is_quantized else w_NK.abs()
+    bound = 1e-6 * (num_k + 8) * (a_MK.abs().double() @ size_NK.T)
+    assert bool(((_multiply(library, a_MK, packed).double() - expected).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_multiply_of_a_row_gives_the_same_bits_alone_and_in_any_batch(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    a_MK, w_NK = torch.randn(67, 600), torch.randn(100, 600).to(dtype)
-    alone = torch.cat([_multiply(library, a_MK[i : i + 1].contiguous(), w_NK) for i in range(67)])
+@pytest.mark.parametrize("element", Element)
+def test_multiply_of_a_row_gives_the_same_bits_alone_and_in_any_batch(library: ctypes.CDLL, element: Element) -> None:
+    a_MK, packed = torch.randn(67, 601), _packed(100, 601, element)
+    alone = torch.cat([_multiply(library, a_MK[i : i + 1].contiguous(), packed) for i in range(67)])
     for size in (2, 3, 5, 6, 7, 12, 13, 67):
-        assert torch.equal(_multiply(library, a_MK[:size].contiguous(), w_NK), alone[:size])
+        assert torch.equal(_multiply(library, a_MK[:size].contiguous(), packed), alone[:size])
 
 
 CONFIG = LlamaConfig(
@@ -104,25 +112,35 @@ def _sequence(length: int, seed: int) -> list[int]:
     return torch.randint(0, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decoder_whole_chunked_alone_or_batched_gives_the_same_bits(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+WEIGHTS = pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "int8"), (torch.bfloat16, "int4")],
+    ids=["float32", "bfloat16", "int8", "int4"],
+)
+
+
+@WEIGHTS
+def test_decoder_whole_chunked_alone_or_batched_gives_the_same_bits(library: ctypes.CDLL, dtype: torch.dtype, quantization: Any) -> None:
     sequence, others = _sequence(77, 0), [_sequence(40, i) for i in (1, 2)]
-    whole = _decoder(NativeDecoder, library, dtype).forward(_step([(sequence, 0, 77)]))[0]
-    chunked = _decoder(NativeDecoder, library, dtype)
+    whole = _decoder(NativeDecoder, library, dtype, quantization=quantization).forward(_step([(sequence, 0, 77)]))[0]
+    chunked = _decoder(NativeDecoder, library, dtype, quantization=quantization)
     for start, end in ((0, 7), (7, 64), (64, 76)):
         chunked.forward(_step([(sequence, start, end), (others[0], start // 2, end // 2)]))
     last = chunked.forward(_step([(sequence, 76, 77), (others[0], 38, 40), (others[1], 0, 40)]))
     assert torch.equal(last[0], whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_segmented_twin_gives_the_same_bits_and_its_seams_see_every_delta(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+@WEIGHTS
+def test_segmented_twin_gives_the_same_bits_and_its_seams_see_every_delta(
+    library: ctypes.CDLL, dtype: torch.dtype, quantization: Any
+) -> None:
     seen: list[tuple[int, ...]] = []
     step = _step([(_sequence(20, 0), 0, 20), (_sequence(9, 3), 0, 9)])
-    twin = _decoder(SegmentedDecoder, library, dtype, all_reduce=lambda delta: seen.append(tuple(delta.shape)))
-    assert torch.equal(twin.forward(step), _decoder(NativeDecoder, library, dtype).forward(step))
+    kwargs: dict[str, Any] = {"quantization": quantization}
+    twin = _decoder(SegmentedDecoder, library, dtype, all_reduce=lambda delta: seen.append(tuple(delta.shape)), **kwargs)
+    assert torch.equal(twin.forward(step), _decoder(NativeDecoder, library, dtype, **kwargs).forward(step))
     assert seen == [(29, 48)] * (2 * CONFIG.num_hidden_layers)
-    zeroed = _decoder(SegmentedDecoder, library, dtype, all_reduce=lambda delta: delta.zero_())
+    zeroed = _decoder(SegmentedDecoder, library, dtype, all_reduce=lambda delta: delta.zero_(), **kwargs)
     assert not torch.equal(zeroed.forward(step), twin.forward(step))
 
 
@@ -136,6 +154,26 @@ def test_decoder_in_bfloat16_is_nearer_to_float32_than_transformers_in_bfloat16(
         exact = model.float()(ids).logits[0, -1]
     ours = _decoder(NativeDecoder, library, torch.bfloat16).forward(_step([(sequence, 0, 30)]))[0]
     assert float((ours - exact).abs().mean()) < float((theirs - exact).abs().mean())
+
+
+@pytest.mark.parametrize(("quantization", "element"), [("int8", Element.INT8), ("int4", Element.INT4)])
+def test_quantized_decoder_equals_transformers_over_the_weights_it_stands_for(
+    library: ctypes.CDLL, quantization: Any, element: Element
+) -> None:
+    sequence = _sequence(30, 5)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG)).eval()
+    ids = torch.tensor([sequence])
+    with torch.inference_mode():
+        exact = model(ids).logits[0, -1]
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = unpack(pack(module.weight.data, element))
+    with torch.inference_mode():
+        theirs = model(ids).logits[0, -1]
+    ours = _decoder(NativeDecoder, library, torch.float32, quantization=quantization).forward(_step([(sequence, 0, 30)]))[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert float((ours - theirs).abs().max()) < float((ours - exact).abs().max()) / 20, "the comparison tells nothing"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +218,38 @@ def test_load_when_the_native_logits_differ_serves_through_transformers(
         engine = Engine.load(EngineConfig(model=str(folder), kv_cache_bytes=1 << 20))
     assert engine.description.runner == "transformers"
     assert "differ from transformers" in caplog.text
+
+
+def test_load_with_a_quantization_caches_it_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    library = load_native_library(Path("~/.cache/manta/native").expanduser())
+    monkeypatch.setattr("replicas.model_loader.load_native_library", lambda: library)
+    config = EngineConfig(model=str(_saved_model(tmp_path / "model")), kv_cache_bytes=1 << 20, quantization="int8")
+    fingerprints = set()
+    for logged in ("kept the quantized weights", "quantized weights from"):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            description = Engine.load(config).description
+        assert (description.runner, description.quantization) == ("native", "int8")
+        assert logged in caplog.text
+        fingerprints.add(description.fingerprint)
+    fingerprints.add(Engine.load(replace(config, quantization=None)).description.fingerprint)
+    assert len(fingerprints) == 2, "KV of other weights must not be taken for one's own"
+
+
+def test_load_with_a_quantization_that_cannot_be_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="quantization must be int8 or int4, or left out, got 'int3'"):
+        EngineConfig(quantization="int3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs the native runner; leave runner at 'auto'"):
+        EngineConfig(quantization="int8", runner="transformers")
+    folder = str(_saved_model(tmp_path))
+    with pytest.raises(ValueError, match="needs dtype float32 or bfloat16, not float16"):
+        Engine.load(EngineConfig(model=folder, quantization="int8", dtype="float16"))
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="quantization 'int4' needs the native runner, which cannot serve 'llama' here: no C"):
+        Engine.load(EngineConfig(model=folder, quantization="int4"))
 
 
 def test_decoder_refuses_layers_of_different_shape(library: ctypes.CDLL) -> None:

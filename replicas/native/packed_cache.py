@@ -1,0 +1,92 @@
+"""Quantized weights on disk, so that a model is quantized once and not at each start."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from replicas.native.packing import LAYOUT_VERSION, Element, PackedLinear, pack
+
+logger = logging.getLogger(__name__)
+
+
+class PackedCache:
+    """The packed linears of one model in one file, named by what they are made from; the file appears only when whole.
+
+    A cache that cannot be read is made again, one that cannot be written is done without.
+    """
+
+    def __init__(self, key: str, folder: Path | None = None) -> None:
+        """`key` names the weights and their quantization (`content_key`). `folder` defaults to `~/.cache/manta/packed`."""
+        self._path = (folder or Path.home() / ".cache" / "manta" / "packed") / f"{key}.safetensors"
+        self._cached = self._read()
+        self._made: dict[str, Tensor] = {}
+
+    def linear(self, name: str, weight_NK: Tensor, element: Element) -> PackedLinear:
+        """The packed weights of one linear; quantized now unless they are cached."""
+        panels_PW, units_N = self._cached.get(f"{name}.panels"), self._cached.get(f"{name}.units")
+        if panels_PW is not None and units_N is not None:
+            num_outputs, num_k = weight_NK.shape
+            return PackedLinear(element=element, panels_PW=panels_PW, units_N=units_N, num_outputs=num_outputs, num_k=num_k)
+        packed = pack(weight_NK, element)
+        assert packed.units_N is not None, "only quantized weights are worth a cache"
+        self._made |= {f"{name}.panels": packed.panels_PW, f"{name}.units": packed.units_N}
+        return packed
+
+    def save(self) -> None:
+        """Writes what was not cached; called once every linear was asked for."""
+        if self._made:
+            try:
+                self._write()
+            except (OSError, SafetensorError) as error:
+                logger.warning("cannot keep the quantized weights in %s: %s", self._path, error)
+        self._made, self._cached = {}, {}
+
+    def _read(self) -> dict[str, Tensor]:
+        if not self._path.exists():
+            return {}
+        try:
+            if self._digest_path.read_text() != _digest(self._path):
+                raise OSError("it is not what was written")
+            cached: dict[str, Tensor] = load_file(self._path)
+        except (OSError, SafetensorError) as error:
+            logger.warning("quantizing again, %s is damaged: %s", self._path, error)
+            return {}
+        logger.info("quantized weights from %s", self._path)
+        return cached
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._path.parent) as folder:
+            written = Path(folder) / self._path.name
+            save_file(self._made, written)
+            digest = written.with_suffix(".sha256")
+            digest.write_text(_digest(written))
+            written.replace(self._path)
+            digest.replace(self._digest_path)
+        logger.info("kept the quantized weights in %s (%d MiB)", self._path, self._path.stat().st_size >> 20)
+
+    @property
+    def _digest_path(self) -> Path:
+        return self._path.with_suffix(".sha256")
+
+
+def content_key(model: torch.nn.Module, quantization: str) -> str:
+    """Of every weight's name, shape and bytes: the same model from another folder shares the cache, a changed one never does."""
+    digest = hashlib.sha256(f"{quantization} {LAYOUT_VERSION}".encode())
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(parameter.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    return f"{quantization}-{digest.hexdigest()[:24]}"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
