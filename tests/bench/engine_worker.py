@@ -25,7 +25,8 @@ class WorkerTask:
     """What one worker measures."""
 
     engine: str
-    """quietness, static8, static32, generate_batch, ours (in the dtype that it takes by itself), or ours_same_dtype (in theirs)."""
+    """quietness, static8, static32, generate_batch, ours (in the dtype that it takes by itself), ours_int8 and ours_int4 (the same
+    with quantized weights), or ours_same_dtype (in theirs)."""
     model: str
     dtype: str
     """Of every engine but ours."""
@@ -129,15 +130,18 @@ def _prepare_ours(
     from replicas.llm import LLM
     from replicas.text.tokenizer import Tokenizer
     from tests.bench import manta_engine
-    from tests.bench.roofline import measure_roofline, model_cost
+    from tests.bench.roofline import INT4_BITS, measure_roofline, model_cost
 
     most = max([task.cut.num_prompts, *task.sweep_sizes])
-    wanted = "auto" if task.engine == "ours" else str(dtype).removeprefix("torch.")
-    engine = manta_engine.load(task.model, dtype=wanted, device=device.type, num_threads=task.num_threads, max_num_seqs=most)
+    quantization = task.engine.removeprefix("ours_") if task.engine in ("ours_int8", "ours_int4") else None
+    wanted = str(dtype).removeprefix("torch.") if task.engine == "ours_same_dtype" else "auto"
+    engine = manta_engine.load(
+        task.model, dtype=wanted, quantization=quantization, device=device.type, num_threads=task.num_threads, max_num_seqs=most
+    )
     own = engine.description.dtype
-    if task.engine == "ours":
+    if wanted == "auto":
         facts["dtype_reason"] = "what the engine takes by itself"
-    facts |= {"dtype": own, "runner": engine.description.runner}
+    facts |= {"dtype": quantization or own, "runner": engine.description.runner}
     llm = LLM.from_engine(engine, Tokenizer.load(task.model))
     manta_engine.run_workload(llm, warm_up)
     prompts = load_workload("B32", task.model, WARM_UP_REPETITION + 1, task.cut).prompt_ids
@@ -147,7 +151,8 @@ def _prepare_ours(
         found: dict[str, Any] = {"sweep": [asdict(row) for row in rows]}
         if rows and device.type == "cpu":
             cost = model_cost(task.model)
-            found |= {"cost": asdict(cost), "roofline": asdict(measure_roofline(cost, getattr(torch, own)))}
+            weight_bits = {"int8": 8.0, "int4": INT4_BITS}.get(quantization or "", 8.0 * getattr(torch, own).itemsize)
+            found |= {"cost": asdict(cost), "roofline": asdict(measure_roofline(cost, weight_bits))}
         return found
 
     return (lambda workload: manta_engine.run_workload(llm, workload)), sweep_and_roofline

@@ -30,11 +30,12 @@ class StepRow:
     """Tokens in KV of all sequences together, half-way through the steps counted."""
 
 
-def load(model: str, *, dtype: str, device: str, num_threads: int, max_num_seqs: int) -> Engine:
+def load(model: str, *, dtype: str, quantization: str | None, device: str, num_threads: int, max_num_seqs: int) -> Engine:
     return Engine.load(
         EngineConfig(
             model=model,
             dtype=dtype,  # type: ignore[arg-type]
+            quantization=quantization,  # type: ignore[arg-type]
             device=device,  # type: ignore[arg-type]
             num_threads=num_threads,
             max_num_seqs=max_num_seqs,

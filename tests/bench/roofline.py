@@ -9,11 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-
+INT4_BITS = 5.0
+"""Of an int4 weight: four, and the scale and least of 16 bits each that 32 weights share."""
 _MATMUL_ROWS = 2048
 _NUM_TRIES = 8
 
@@ -42,7 +40,7 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """One model in one dtype on one machine."""
+    """One model with weights of one type on one machine."""
 
     weight_bytes: int
     flops_per_token: int
@@ -83,9 +81,9 @@ def model_cost(model: str) -> ModelCost:
     )
 
 
-def measure_roofline(cost: ModelCost, dtype: torch.dtype) -> Roofline:
+def measure_roofline(cost: ModelCost, weight_bits: float) -> Roofline:
     """Takes some seconds, and memory as large as the weights. Uses torch's threads as they are set."""
-    weight_bytes = cost.num_weights * dtype.itemsize
+    weight_bytes = round(cost.num_weights * weight_bits / 8)
     return Roofline(
         weight_bytes=weight_bytes,
         flops_per_token=cost.flops_per_token,

@@ -61,6 +61,14 @@ def test_markdown_names_warnings_ratios_and_why_an_engine_did_not_run() -> None:
         assert part in text
 
 
+def test_markdown_compares_quantized_weights_with_ours_and_with_openvino() -> None:
+    engines = {"ours": _engine(8.68), "ours_int8": _engine(4.34), "ours_int4": _engine(3.472), "openvino": PEER}
+    text = markdown({**RESULT, "engines": engines}, None)
+    assert "Manta, int8 weights, over Manta, B32 / SINGLE / PREFILL: 2.00x / - / -." in text
+    assert "Manta, int4 weights, over OpenVINO GenAI, B32 / SINGLE / PREFILL: 5.00x / - / -." in text
+    assert "over Manta, B32" not in markdown(RESULT, None)
+
+
 def test_markdown_of_a_sweep_gives_its_share_of_the_roofline() -> None:
     text = markdown(RESULT, None)
     assert "| 8 | 20.0 | 25.0 | 400 | 80% | 640 |" in text

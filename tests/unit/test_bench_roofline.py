@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tests.bench.roofline import ModelCost, Roofline, measure_roofline, model_cost
+from replicas.native.packing import Element, pack
+from tests.bench.roofline import INT4_BITS, ModelCost, Roofline, measure_roofline, model_cost
 
 ROOF = Roofline(weight_bytes=100, flops_per_token=200, bandwidth_bytes_per_s=1000.0, matmul_flops_per_s=10_000.0)
 
@@ -36,8 +37,13 @@ def test_model_cost_of_a_tied_llama_counts_its_linears(tmp_path: Path) -> None:
     )
 
 
-def test_measure_roofline_counts_the_bytes_of_its_dtype() -> None:
-    roof = measure_roofline(ModelCost(num_weights=10_000, num_head_weights=0, num_layers=1, attention_width=8), torch.bfloat16)
-    assert roof.weight_bytes == 20_000
+def test_measure_roofline_counts_the_bytes_of_its_weights() -> None:
+    roof = measure_roofline(ModelCost(num_weights=10_000, num_head_weights=0, num_layers=1, attention_width=8), INT4_BITS)
+    assert roof.weight_bytes == 6_250
     assert roof.bandwidth_bytes_per_s > 0
     assert roof.matmul_flops_per_s > 0
+
+
+def test_int4_bits_are_what_a_packed_weight_takes() -> None:
+    packed = pack(torch.randn(32, 64), Element.INT4)
+    assert packed.panels_PW.numel() * 32 == INT4_BITS * 32 * 64
