@@ -27,6 +27,7 @@ from replicas.model_runner import ModelRunner, TransformersRunner, kv_groups, pr
 from replicas.model_support import UnsupportedModel
 from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch
 from replicas.native.packed_cache import PackedCache, content_key
+from replicas.native.sampling import NativeDraw
 from replicas.request import GenerationRequest
 from replicas.request_state import RequestState
 from replicas.sampler import Sampler
@@ -122,7 +123,7 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
     return Engine(
         scheduler=scheduler,
         runner=runner,
-        sampler=Sampler(loaded.vocab_size),
+        sampler=Sampler(loaded.vocab_size, None if loaded.native_library is None else NativeDraw(loaded.native_library)),
         description=description,
         device=loaded.device,
         handoffs=handoffs,

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replicas.native.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, NativeDraw
 from replicas.philox import uniforms
 from replicas.request import TokenLogprob
 from replicas.sampling_params import MAX_LOGPROBS
@@ -28,8 +29,6 @@ _NUM_CANDIDATES = (256, 4096)
 """top_p looks at this many of the most probable tokens before it sorts them all (72 ms for 32 rows of 49,152; 4 for 256)."""
 _SPAN = 64
 """Token ids summed together on the way to the CDF."""
-_MIN_TEMPERATURE, _MAX_TEMPERATURE = 2.0**-126, 2.0**126
-"""What a float32 division bears; beyond them a row is greedy or uniform anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +42,14 @@ class SampledTokens:
 
 
 class Sampler:
-    """Draws tokens; holds no state of any request."""
+    """Draws tokens; holds no state of any request.
 
-    def __init__(self, vocab_size: int) -> None:
+    With `native`, the filters and the draw are one compiled call that reads the logits where they lie.
+    """
+
+    def __init__(self, vocab_size: int, native: NativeDraw | None = None) -> None:
         self.vocab_size = vocab_size
+        self._native = native
 
     @torch.inference_mode()
     def sample(self, logits_RV: Tensor, states: Sequence[SamplingState]) -> SampledTokens:
@@ -73,9 +76,19 @@ class Sampler:
                 token_ids[row] = argmax[row]
                 if not math.isfinite(best[row]):
                     errors[row] = BAD_LOGITS
+        direct: set[int] = set()
+        if self._native is not None and self._native.can_read(logits_RV):
+            direct = {row for row in others if not states[row].params.is_greedy and not states[row].edits_logits}
+            drawn = sorted(direct)
+            for row, token_id in zip(drawn, self._native.draw(logits_RV, drawn, [states[row] for row in drawn]), strict=True):
+                if token_id < 0:
+                    errors[row] = BAD_LOGITS
+                else:
+                    token_ids[row] = token_id
+        copied = [row for row in others if row not in direct]
         rows_per_chunk = max(1, _CHUNK_ELEMENTS // self.vocab_size)
-        for start in range(0, len(others), rows_per_chunk):
-            chunk = others[start : start + rows_per_chunk]
+        for start in range(0, len(copied), rows_per_chunk):
+            chunk = copied[start : start + rows_per_chunk]
             self._sample_chunk(logits_RV, chunk, [states[row] for row in chunk], token_ids, errors)
         asked = [row for row in others if states[row].params.logprobs is not None and row not in errors]
         for start in range(0, len(asked), rows_per_chunk):
@@ -110,7 +123,9 @@ class Sampler:
         sampled = [i for i in usable if not states[i].params.is_greedy]
         if greedy:
             token_R[greedy] = _take(work_RV, greedy).argmax(-1)
-        if sampled:
+        if sampled and self._native is not None and self._native.can_read(work_RV):
+            token_R[sampled] = torch.tensor(self._native.draw(work_RV, sampled, [states[i] for i in sampled]))
+        elif sampled:
             token_R[sampled] = _draw(_take(work_RV, sampled), [states[i] for i in sampled])
         for i, token_id in enumerate(token_R.tolist()):
             token_ids[rows[i]] = token_id
@@ -232,7 +247,7 @@ def filtered_probs(work_SV: Tensor, states: Sequence[SamplingState]) -> Tensor:
     vocab_size = work_SV.shape[1]
     work_SV -= work_SV.amax(-1, keepdim=True)  # before the division, so that a tiny temperature cannot overflow
     _keep_top_k(work_SV, [min(state.params.top_k or vocab_size, vocab_size) for state in states])
-    temperatures = [min(max(state.params.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE) for state in states]
+    temperatures = [min(max(state.params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE) for state in states]
     work_SV /= torch.tensor(temperatures, device=work_SV.device, dtype=torch.float32)[:, None]
     probs_SV = work_SV.softmax(-1)
     least = _top_p_thresholds(probs_SV, [state.params.top_p for state in states])

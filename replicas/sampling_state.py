@@ -79,6 +79,11 @@ class SamplingState:
         """Whether the next token is the argmax of the model's logits and nothing else is asked for."""
         return self._is_plain_greedy and self.mask is None and not self.suppressed_ids
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether penalties, bias, suppression or a mask change the model's logits before the next token is drawn."""
+        return self.params.has_penalties or bool(self.params.logit_bias) or self.mask is not None or bool(self.suppressed_ids)
+
     def append(self, token_id: int) -> None:
         """The request now ends with `token_id`."""
         self._output_ids.append(token_id)

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "decoder.h"
+#include "sampling.h"
 
 namespace {
 
@@ -51,6 +52,17 @@ void manta_multiply(const float* in, int64_t num_rows, const MantaLinear* linear
         std::vector<float> prepared(weight.wants_preparation() ? num_rows * weight.prepared_stride() : 0);
         manta::multiply(in, num_rows, weight, out, prepared.data(), num_threads);
     });
+}
+
+// token_ids [num_rows]: what each of `rows` of the logits draws.
+void manta_draw(const float* logits, int64_t row_stride, int64_t vocab_size, const int64_t* rows, int64_t num_rows,
+                const MantaDrawSettings* settings, int64_t* token_ids, int32_t num_threads) {
+#pragma omp parallel num_threads(num_threads)
+    {
+        manta::RowDraw row(vocab_size);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_rows; ++i) token_ids[i] = row.draw(logits + rows[i] * row_stride, settings[i]);
+    }
 }
 
 // One whole step.

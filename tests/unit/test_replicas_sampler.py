@@ -17,9 +17,23 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from replicas.native.build import load_native_library
+from replicas.native.sampling import NativeDraw
+from replicas.philox import uniforms
 from replicas.sampler import Sampler, edit_logits, filtered_probs, inverse_cdf
 from replicas.sampling_params import SamplingParams
 from replicas.sampling_state import SamplingState
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return NativeDraw(load_native_library())
+
+
+@pytest.fixture(scope="module", params=["torch", "compiled"])
+def native(request, compiled):
+    """What draws: the reference, or the compiled kernel."""
+    return compiled if request.param == "compiled" else None
 
 
 def state(seed=0, choice=0, prompt=(), output=(), eos=(), mask=None, **settings_):
@@ -59,11 +73,11 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-def test_sample_20000_draws_follow_the_exact_distribution(combination):
+def test_sample_20000_draws_follow_the_exact_distribution(native, combination):
     """200 seeds, 100 positions each; rare tokens are pooled so that every expected count is at least 5."""
     vocab = 40
     logits = random_logits(1, vocab, seed=5, scale=1.5)
-    sampler = Sampler(vocab)
+    sampler = Sampler(vocab, native)
     states = [state(seed=1000 + seed, **combination) for seed in range(200)]
     counts = np.zeros(vocab)
     for _ in range(100):
@@ -80,10 +94,10 @@ def test_sample_20000_draws_follow_the_exact_distribution(combination):
     assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 0.001
 
 
-def test_sample_choices_of_one_seed_follow_the_exact_distribution():
+def test_sample_choices_of_one_seed_follow_the_exact_distribution(native):
     logits = random_logits(1, 40, seed=6, scale=1.0)
     states = [state(seed=3, choice=choice) for choice in range(20_000)]
-    counts = np.bincount(Sampler(40).sample(logits.expand(20_000, -1), states).token_ids, minlength=40)
+    counts = np.bincount(Sampler(40, native).sample(logits.expand(20_000, -1), states).token_ids, minlength=40)
     expected = 20_000 * exact_distribution(logits[0].double().numpy())
     assert expected.min() >= 5
     assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 0.001
@@ -188,9 +202,9 @@ class OnlyMask:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_mask_allows_only_its_tokens(temperature):
+def test_mask_allows_only_its_tokens(native, temperature):
     states = [state(mask=OnlyMask([2]), temperature=temperature), state(temperature=0.0)]
-    assert Sampler(4).sample(torch.tensor([[9.0, 8.0, -5.0, 1.0]] * 2), states).token_ids == [2, 0]
+    assert Sampler(4, native).sample(torch.tensor([[9.0, 8.0, -5.0, 1.0]] * 2), states).token_ids == [2, 0]
 
 
 def test_logprobs_equal_log_softmax_of_the_raw_logits():
@@ -239,13 +253,13 @@ def test_greedy_batch_makes_no_copy_of_the_logits(monkeypatch):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("settings_", [{"temperature": 0}, {}, {"temperature": 0, "logprobs": 2}, {"top_p": 0.5, "logprobs": 2}], ids=str)
-def test_logits_not_finite_fail_that_row_only(bad, settings_):
+def test_logits_not_finite_fail_that_row_only(native, bad, settings_):
     logits = random_logits(3, 20)
     states = [state(seed=row, **settings_) for row in range(3)]
-    good = Sampler(20).sample(logits, states)
+    good = Sampler(20, native).sample(logits, states)
     spoilt = logits.clone()
     spoilt[1, 7] = bad
-    sampled = Sampler(20).sample(spoilt, states)
+    sampled = Sampler(20, native).sample(spoilt, states)
     assert set(sampled.errors) == {1}
     assert "not finite" in sampled.errors[1]
     assert [sampled.token_ids[row] for row in (0, 2)] == [good.token_ids[row] for row in (0, 2)]
@@ -253,21 +267,21 @@ def test_logits_not_finite_fail_that_row_only(bad, settings_):
     assert sampled.logprobs[1] is None
 
 
-def test_every_token_masked_fails_that_row_only():
-    sampled = Sampler(4).sample(random_logits(2, 4), [state(mask=OnlyMask([])), state()])
+def test_every_token_masked_fails_that_row_only(native):
+    sampled = Sampler(4, native).sample(random_logits(2, 4), [state(mask=OnlyMask([])), state()])
     assert set(sampled.errors) == {0}
     assert "no token is allowed" in sampled.errors[0]
 
 
-def test_minus_infinity_in_the_logits_is_never_drawn():
+def test_minus_infinity_in_the_logits_is_never_drawn(native):
     logits = torch.tensor([[0.0, -math.inf, 0.0, -math.inf]])
-    drawn = {Sampler(4).sample(logits, [state(seed=seed)]).token_ids[0] for seed in range(60)}
+    drawn = {Sampler(4, native).sample(logits, [state(seed=seed)]).token_ids[0] for seed in range(60)}
     assert drawn == {0, 2}
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-320, 1e-6])
-def test_tiny_temperature_takes_the_most_probable(temperature):
-    assert Sampler(3).sample(torch.tensor([[1.0, 30.0, 2.0]]), [state(temperature=temperature)]).token_ids == [1]
+def test_tiny_temperature_takes_the_most_probable(native, temperature):
+    assert Sampler(3, native).sample(torch.tensor([[1.0, 30.0, 2.0]]), [state(temperature=temperature)]).token_ids == [1]
 
 
 def test_huge_temperature_is_uniform_over_what_is_left():
@@ -279,8 +293,8 @@ def test_stop_id_outside_the_vocabulary_is_harmless():
     assert Sampler(3).sample(torch.tensor([[1.0, 3.0, 2.0]]), [state(stop_token_ids=(99,), min_tokens=1, temperature=0)]).token_ids == [1]
 
 
-def test_sample_without_rows_is_empty():
-    assert Sampler(3).sample(torch.empty(0, 3), []).token_ids == []
+def test_sample_without_rows_is_empty(native):
+    assert Sampler(3, native).sample(torch.empty(0, 3), []).token_ids == []
 
 
 settings_strategy = st.fixed_dictionaries(
@@ -305,27 +319,27 @@ rows_strategy = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_strategy, logits_seed=st.integers(0, 100), is_flat=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_row_in_a_batch_equals_the_row_alone(rows, logits_seed, is_flat, dtype):
+def test_row_in_a_batch_equals_the_row_alone(native, rows, logits_seed, is_flat, dtype):
     vocab = 2003
     logits = random_logits(len(rows), vocab, seed=logits_seed, scale=0.1 if is_flat else 3.0).to(dtype)
 
     def states():
         return [state(seed=seed, prompt=[1, 2], output=output, eos=[0], **one) for one, seed, output in rows]
 
-    batch = Sampler(vocab).sample(logits, states())
+    batch = Sampler(vocab, native).sample(logits, states())
     for row, one in enumerate(states()):
-        alone = Sampler(vocab).sample(logits[row : row + 1], [one])
+        alone = Sampler(vocab, native).sample(logits[row : row + 1], [one])
         assert (alone.token_ids[0], alone.logprobs[0]) == (batch.token_ids[row], batch.logprobs[row])
 
 
-def test_large_vocabulary_row_in_a_batch_equals_the_row_alone():
+def test_large_vocabulary_row_in_a_batch_equals_the_row_alone(native):
     """Long rows are where torch splits one reduction over threads."""
     vocab = 150_001
     logits = random_logits(5, vocab, scale=2.0)
     variants = [{}, {"top_p": 0.95}, {"top_k": 50, "temperature": 0.8}, {"min_p": 0.001}, {"logprobs": 5}]
-    batch = Sampler(vocab).sample(logits, [state(seed=9, **one) for one in variants])
+    batch = Sampler(vocab, native).sample(logits, [state(seed=9, **one) for one in variants])
     for row, one in enumerate(variants):
-        alone = Sampler(vocab).sample(logits[row : row + 1], [state(seed=9, **one)])
+        alone = Sampler(vocab, native).sample(logits[row : row + 1], [state(seed=9, **one)])
         assert (alone.token_ids[0], alone.logprobs[0]) == (batch.token_ids[row], batch.logprobs[row])
 
 
@@ -345,3 +359,37 @@ def test_inverse_cdf_extreme_draw_returns_a_token_that_is_not_dropped(draw):
     probs = torch.zeros(1, 500)
     probs[0, [70, 71, 300]] = torch.tensor([0.1, 0.2, 0.7])
     assert inverse_cdf(probs, torch.tensor([draw], dtype=torch.float64)).item() == (70 if draw == 0 else 300)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    vocab=st.sampled_from([2, 63, 64, 65, 3000]),
+    scale=st.sampled_from([0.0, 0.05, 1.0, 4.0, 30.0]),
+    temperature=st.sampled_from([1e-6, 0.3, 1.0, 5.0]),
+    top_k=st.sampled_from([0, 1, 2, 40, 64, 2999]),
+    top_p=st.sampled_from([0.001, 0.5, 0.95, 0.9999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 1.0]),
+    num_banned=st.sampled_from([0, 1]),
+)
+def test_compiled_draw_equals_the_reference(compiled, vocab, scale, temperature, top_k, top_p, min_p, num_banned):
+    """Where the reference's CDF passes the uniform number, within what float32 weights leave open."""
+    logits = random_logits(1, vocab, seed=vocab, scale=scale)
+    logits[0, :num_banned] = -math.inf
+    states = [state(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p) for seed in range(64)]
+    found = compiled.draw(logits, [0] * len(states), states)
+    probs = filtered_probs(logits.clone(), states[:1])[0].double().numpy()
+    cdf = np.cumsum(probs) / probs.sum()
+    draws = uniforms([one.seed for one in states], [0] * len(states), [0] * len(states))
+    for token_id, draw in zip(found, draws, strict=True):
+        assert probs[token_id] > 0
+        assert cdf[token_id] - probs[token_id] / probs.sum() - 1e-5 <= draw <= cdf[token_id] + 1e-5
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 50, 700, 3999])
+def test_compiled_top_k_keeps_exactly_the_best(compiled, k):
+    logits = random_logits(1, 4000, seed=k)
+    states = [state(seed=seed, temperature=1e6, top_k=k) for seed in range(8 * k if k < 100 else 400)]  # uniform over what is kept
+    found = set(compiled.draw(logits, [0] * len(states), states))
+    best = set(logits[0].topk(k).indices.tolist())
+    assert found <= best
+    assert k > 10 or found == best
