@@ -166,7 +166,7 @@ class ChoiceStreams:
                             f"{losses.num_deaths} replicas died while they ran this request, the last of them when it ran nothing else"
                         ) from error
                     if self._clock() - losses.since_s > self._policy.replica_timeout_s:
-                        raise Unavailable(f"no replica can take the request: {error}") from error
+                        raise Unavailable("no replica can take the request: each that could has died or left it") from error
                     await self._sleep(pause_s)
                     self._record.num_failovers += 1
                 resend = journal.begin_attempt()
