@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from replicas.engine_config import EngineConfig
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer
+from tests.bench.machine import hardware_line
 from tests.data_paths import SHARED_DATA
 
 HTTP_LOAD = SHARED_DATA.parent / "bench" / "http_load.py"
@@ -98,6 +100,7 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     model = arguments.model or prepare_default_model()
+    print(json.dumps({"hardware": hardware_line(len(os.sched_getaffinity(0))), "load_average_before": os.getloadavg()[0]}), flush=True)
     tokenizer = Tokenizer.load(model)
     engine = AsyncEngine(lambda: load_engine(model, arguments.dtype))
     await engine.start()
