@@ -98,13 +98,14 @@ async def main() -> None:
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS)
     arguments = parser.parse_args()
     model = arguments.model or prepare_default_model()
     print(json.dumps({"hardware": hardware_line(len(os.sched_getaffinity(0))), "load_average_before": os.getloadavg()[0]}), flush=True)
     tokenizer = Tokenizer.load(model)
     engine = AsyncEngine(lambda: load_engine(model, arguments.dtype))
     await engine.start()
-    for num_clients in CLIENTS:
+    for num_clients in arguments.clients:
         rounds = []
         for _ in range(arguments.rounds):
             alone = await engine_alone(engine, tokenizer, num_clients)
