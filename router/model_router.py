@@ -60,6 +60,7 @@ class ModelRouter:
         self._usable_until_s = -inf  # then `_usable` looks again
         self._expire_at_s = 0.0
         self._closed_until_s: float | None = None  # no replica takes work before this time, unless something changes
+        self._last_open: ReplicaState | None = None  # where `_has_open` looks first
         self._num_decisions = 0
         self._counters = RoutingCounters()
 
@@ -115,7 +116,7 @@ class ModelRouter:
         replica = self._replicas.get(booking.replica_id)
         if replica is not None and replica.epoch == booking.epoch:
             replica.release(booking)
-        self._closed_until_s = None
+            self._note_change(replica, now_s)
         if num_output_tokens is not None:
             self._output_tokens += 0.05 * (num_output_tokens / booking.request.num_choices - self._output_tokens)
             self._queue.charge(booking.request, self._config.fair_output_weight * (num_output_tokens - booking.num_charged_tokens))
@@ -147,7 +148,7 @@ class ModelRouter:
             replica.apply_report(report, now_s, rates)
             self._preview.update(replica)
             self._confirm_pending(report.replica_id)
-        self._closed_until_s = None
+        self._note_change(self._replicas[report.replica_id], now_s)
         return ReportReply(resync=resync)
 
     def remove_replica(self, replica_id: str) -> None:
@@ -177,6 +178,8 @@ class ModelRouter:
             return now_s + _LOOK_AGAIN_S if len(self._solitary) else None
         if not self._replicas:
             return min(waiting.submitted_s for waiting in self._queue) + self._config.no_replica_timeout_s
+        if self._closed_until_s is not None and self._closed_until_s > now_s:
+            return self._closed_until_s
         starts = [start_s for replica in self._replicas.values() if (start_s := replica.next_start_s(now_s)) is not None]
         return min([*starts, now_s + _LOOK_AGAIN_S])
 
@@ -242,7 +245,8 @@ class ModelRouter:
             if replica is not None:
                 replica.held_tokens += waiting.wanted_tokens
                 wanted.append(replica)
-            if not any(self._is_open(other, now_s) for other in self._replicas.values()):
+            if not self._has_open(now_s):
+                self._closed_until_s = None
                 self._closed_until_s = self.next_wakeup_s(now_s)
                 break
         self._queue.restore(held)
@@ -263,6 +267,20 @@ class ModelRouter:
     def _is_open(self, replica: ReplicaState, now_s: float) -> bool:
         limit = self._config.dispatch_ahead
         return limit is None or replica.num_waiting(now_s) < limit
+
+    def _has_open(self, now_s: float) -> bool:
+        if self._last_open is None or not self._is_open(self._last_open, now_s):
+            self._last_open = next((replica for replica in self._replicas.values() if self._is_open(replica, now_s)), None)
+        return self._last_open is not None
+
+    def _note_change(self, replica: ReplicaState, now_s: float) -> None:
+        """What is known of one replica has changed: while all were full, only this one can have opened, or may open sooner."""
+        if self._closed_until_s is None:
+            return
+        if self._is_open(replica, now_s):
+            self._closed_until_s = None
+        elif (start_s := replica.next_start_s(now_s)) is not None:
+            self._closed_until_s = min(self._closed_until_s, start_s)
 
     def _candidates(self, request: RoutingRequest, now_s: float) -> tuple[ReplicaSnapshot, ...]:
         """Replicas that may take the request, as the policy is to see them; empty when all of them drain.
@@ -353,6 +371,7 @@ class ModelRouter:
 
     def _drop(self, replica_id: str) -> None:
         """The replica, or its epoch, is gone, and with it all that was booked there."""
+        self._last_open = None
         for booking in [b for b in self._bookings.values() if b.replica_id == replica_id]:
             del self._bookings[booking.request.request_id]
             self._forget_pending(booking)

@@ -235,6 +235,22 @@ def test_dispatch_ahead_keeps_the_rest_here_and_the_urgent_one_passes() -> None:
     assert [answer.request_id for answer in router.step(1.0)] == ["urgent"]
 
 
+def test_full_replicas_take_the_queue_on_when_one_of_them_has_room() -> None:
+    router = make_router(dispatch_ahead=1)
+    for number in range(3):
+        router.apply_report(report(f"r{number}", num_uncomputed_tokens=50_000, num_waiting=2, num_running=1, num_steps=1), 0.0)
+    router.submit(request("q"), 0.0)
+    assert router.step(0.0) == []
+    wakeup_s = router.next_wakeup_s(0.0)
+    assert wakeup_s is not None
+    # a report of one that is still full changes nothing, and does not put the next look off
+    router.apply_report(report("r1", num_uncomputed_tokens=49_000, num_waiting=2, num_running=1, num_steps=2), 0.1)
+    assert router.step(0.1) == []
+    assert router.next_wakeup_s(0.1) == wakeup_s
+    router.apply_report(report("r2", num_running=1, num_steps=2), 0.2)
+    assert replicas_of(router.step(0.2)) == ["r2"]
+
+
 def test_held_request_does_not_block_others_that_fit_elsewhere() -> None:
     router = make_router(dispatch_ahead=1)
     conversation = keys_of(7, length=500)
