@@ -26,7 +26,7 @@ from router.config import RouterConfig
 from router.policy_choice import make_policy
 from router.prefix_index import PrefixIndex
 from router.router import Router
-from router.snapshot import Decision, RoutingRequest
+from router.snapshot import Decision, Rejection, RoutingRequest
 
 NUM_BLOCKS = 500
 BLOCK_SIZE = 16
@@ -94,14 +94,18 @@ class CountingReplica:
 class Load:
     """Makes prompts, sends them through a router, and lets the replicas report in turn."""
 
-    def __init__(self, num_replicas: int, *, num_prompts: int, num_prefixes: int, num_blocks: int = NUM_BLOCKS, seed: int = 1) -> None:
+    def __init__(
+        self, num_replicas: int, *, num_prompts: int, num_prefixes: int, num_blocks: int = NUM_BLOCKS, num_tenants: int = 50, seed: int = 1
+    ) -> None:
         self.num_blocks = num_blocks
+        self.num_tenants = num_tenants
         config = RouterConfig(prior_prefill_tokens_per_s=30_000.0)
         self.router = Router(config, make_policy(config))
         self.replicas = {f"r{number:04}": CountingReplica(f"r{number:04}", num_prompts) for number in range(num_replicas)}
         self.turns = deque(self.replicas.values())
         self.rng = Random(seed)
         self.prefixes = [self._chain(number, num_blocks // 2) for number in range(num_prefixes)]
+        self.waiting: OrderedDict[str, tuple[bytes, ...]] = OrderedDict()
         self.running: deque[tuple[float, str, str, tuple[bytes, ...]]] = deque()
         self.now_s = 0.0
         self.num_sent = 0
@@ -120,7 +124,7 @@ class Load:
             num_prompt_tokens=self.num_blocks * BLOCK_SIZE + 5,
             max_tokens=256,
             block_keys=keys,
-            tenant=f"t{self.rng.randrange(50)}",
+            tenant=f"t{self.rng.randrange(self.num_tenants)}",
             priority=self.rng.randrange(3),
             arrival_s=self.now_s,
         )
@@ -128,14 +132,31 @@ class Load:
         self.router.submit(request, self.now_s)
         answers = self.router.step(self.now_s)
         elapsed_s = thread_time() - started_s
+        self.waiting[request.request_id] = keys
+        self._start(answers)
+        return elapsed_s
+
+    def wait(self, interval_s: float) -> None:
+        """Time passes, one replica reports, and the router looks at its queue."""
+        self.now_s += interval_s
+        self.report_next()
+        self._start(self.router.step(self.now_s))
+
+    def cancel_one(self) -> None:
+        """The client of the request that has waited longest leaves; nothing happens when none waits."""
+        if self.waiting:
+            request_id, _ = self.waiting.popitem(last=False)
+            self.router.cancel(request_id, self.now_s)
+
+    def _start(self, answers: list[Decision | Rejection]) -> None:
         for answer in answers:
+            keys = self.waiting.pop(answer.request_id)
             if isinstance(answer, Decision):
                 self.running.append((self.now_s + 0.5, answer.request_id, answer.replica_id, keys))
         while self.running and self.running[0][0] <= self.now_s:
             _, request_id, replica_id, ran = self.running.popleft()
             self.replicas[replica_id].run(ran)
             self.router.release(request_id, self.now_s, 100)
-        return elapsed_s
 
     def report_next(self) -> None:
         replica = self.turns[0]
@@ -204,12 +225,17 @@ def resident_bytes() -> int:
 
 
 def soak(num_requests: int, out: Path | None) -> None:
-    load = Load(8, num_prompts=100, num_prefixes=50, num_blocks=20)
+    """Bursts of 64 that fill the queue, from a million tenants; one request in 64 is cancelled while it waits."""
+    load = Load(8, num_prompts=100, num_prefixes=50, num_blocks=20, num_tenants=1_000_000)
     rows = []
+    most_waiting = 0
     for number in range(1, num_requests + 1):
-        load.send(interval_s=0.02)
-        if number % 2 == 0:
-            load.report_next()
+        load.send(interval_s=0.0)
+        if number % 64 == 0:
+            load.cancel_one()
+            most_waiting = load.router.num_waiting
+            for _ in range(16):
+                load.wait(0.08)
         if number % (num_requests // 20) == 0:
             model = load.router._models["m"]
             row = {
@@ -218,7 +244,9 @@ def soak(num_requests: int, out: Path | None) -> None:
                 "index_blocks": model._index.num_nodes,
                 "pending": model._pending.num_entries,
                 "bookings": len(model._bookings),
+                "waiting_after_a_burst": most_waiting,
                 "waiting": model.num_waiting,
+                "tenants": sum(len(tier.counters) for tier in model._queue._tiers.values()),
             }
             rows.append(row)
             print(row, flush=True)
