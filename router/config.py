@@ -49,7 +49,8 @@ class RouterConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     """Share of a tenant relative to others; 1 where missing."""
     default_ttft_slo_s: float = 10.0
-    """Deadline after arrival assumed for requests that carry none; orders them among those that do."""
+    """Deadline after arrival assumed for requests that carry none: it orders them among those that do, and none waits longer
+    for a cached prefix where another replica is in time."""
     booking_expiry_s: float = 10.0
     """A dispatched request that no report has shown after this long is taken for lost."""
     lease_s: float = 3_600.0

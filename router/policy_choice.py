@@ -10,7 +10,7 @@ from router.scoring import ScoringPolicy
 def make_policy(config: RouterConfig) -> Policy:
     """The policy that `config.policy` names."""
     policies: dict[str, Policy] = {
-        "scoring": ScoringPolicy(expected_output_tokens=config.expected_output_tokens),
+        "scoring": ScoringPolicy(expected_output_tokens=config.expected_output_tokens, default_ttft_slo_s=config.default_ttft_slo_s),
         "least_loaded": LeastLoaded(),
         "round_robin": RoundRobin(),
         "power_of_two": PowerOfTwo(),

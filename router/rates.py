@@ -24,11 +24,16 @@ class _Smoothed:
         self._weight = weight
         self._by_replica: dict[str, float] = {}
         self._ranked: list[float] = []
+        self._last: dict[str, tuple[float, int]] = {}  # replica id -> last measurement, number of different ones
 
     def observe(self, replica_id: str, measured: float) -> None:
+        last, count = self._last.get(replica_id, (0.0, 0))
+        if measured == last:
+            return  # an idle replica repeats its last measurement, and learns nothing by it
+        self._last[replica_id] = measured, count + 1
         old = self._by_replica.get(replica_id)
         if old is not None:
-            measured = old + self._weight * (measured - old)
+            measured = old + max(self._weight, 1 / (count + 1)) * (measured - old)
             self._drop(old)
         self._by_replica[replica_id] = measured
         insort(self._ranked, measured)
@@ -36,6 +41,7 @@ class _Smoothed:
     def forget(self, replica_id: str) -> None:
         old = self._by_replica.pop(replica_id, None)
         if old is not None:
+            del self._last[replica_id]
             self._drop(old)
 
     def get(self, replica_id: str) -> float | None:
@@ -55,13 +61,16 @@ class RateModel:
     """Owns the measured rates of one model's replicas.
 
     A replica that has measured nothing yet is taken for the median of its peers, and for the prior when it has none, so
-    that a cold or new replica gets a sane prediction. Each report moves its replica's rate by `weight` of the difference.
+    that a cold or new replica gets a sane prediction. A rate is the mean of its replica's first measurements, then each
+    moves it by a weight times the difference. Prefill moves slowly: one prompt is slower than another (long ones spend more
+    time in attention), and replicas of one kind must not look different for what they did last. A decode step tells how many
+    requests decode now.
     """
 
-    def __init__(self, prior: Rates, *, weight: float = 0.3) -> None:
+    def __init__(self, prior: Rates, *, prefill_weight: float = 0.02, decode_weight: float = 0.3) -> None:
         self._prior = prior
-        self._prefill = _Smoothed(weight)  # tokens/s
-        self._decode = _Smoothed(weight)  # seconds
+        self._prefill = _Smoothed(prefill_weight)  # tokens/s
+        self._decode = _Smoothed(decode_weight)  # seconds
 
     @property
     def typical_prefill_tokens_per_s(self) -> float:

@@ -9,14 +9,20 @@ from router.snapshot import RECENT_WORK_S, CandidateScore, ClusterSnapshot, Deci
 
 _COLD_BALANCE = 0.01
 _MAX_UTILIZATION = 0.9
+_BUSY_UTILIZATION = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringWeights:
     """How much a second of each kind counts. 1 is a second of this request's own time to first token."""
 
-    slowdown: float = 0.02
-    """A second of prefill, for each request that decodes beside it (chunked prefill stretches their steps)."""
+    capacity: float = 16.0
+    """A second of prefill at the replicas' mean rate, once they are busy a quarter of the time: what is computed twice is
+    missing in the next burst, which the mean of the last minutes does not show. Less in proportion where they are idler:
+    there a burst finds room, and nobody waits for the sake of others."""
+    slowdown: float = 0.25
+    """A second of prefill, for each request that decodes beside it: chunked prefill stretches their steps, so all of their
+    answers take that much longer (a second of which counts as in `decode`)."""
     queueing: float = 4.0
     """A second of prefill, for each second that it keeps those waiting who come while the replica is busy: utilization /
     (1 - utilization) of them with random arrivals, and several times that with arrivals as bursty as real ones."""
@@ -26,28 +32,37 @@ class ScoringWeights:
     """A second of prefill that blocks booked but not reported yet are expected to save."""
     decode: float = 0.25
     """A second that the answer takes longer because the replica's decode step is slower."""
-    balance: float = 0.03
+    balance: float = 0.1
     """A second of work sent to the replica lately, beyond `tolerance` above the least of the candidates."""
-    tolerance: float = 0.05
+    tolerance: float = 0.02
     """Share by which recent work may differ before affinity yields to it; below, it only settles where cold prompts go."""
     overdue: float = 1.0
     """A second by which the first token is predicted to miss its deadline, on top of the wait itself."""
-    miss_s: float = 5.0
+    miss_s: float = 20.0
     """What missing a deadline costs, by however little: affinity is no reason to do so where another replica is in time."""
 
 
 class ScoringPolicy:
-    """Cost = wait + prefill of what is not cached + slow-down of others + eviction + slower decode + imbalance.
+    """Cost = wait + prefill of what is not cached + capacity + slow-down of others + eviction + slower decode + imbalance.
 
-    Affinity is only the prefill that a cached prefix saves, so it yields as soon as the chosen replica's own wait costs
-    more, and a prefix that every replica holds favours none. Ties (within `tie_s`) go by rendezvous hash of the first block
-    that nobody holds.
+    Affinity is only the prefill that a cached prefix saves, with what it saves others; so it yields as soon as the chosen
+    replica's own wait costs more, and a prefix that every replica holds favours none. Ties (within `tie_s`) go by rendezvous
+    hash of the first block that nobody holds.
     """
 
     examines_all = False
 
-    def __init__(self, weights: ScoringWeights | None = None, *, expected_output_tokens: int = 256, tie_s: float = 1e-4) -> None:
+    def __init__(
+        self,
+        weights: ScoringWeights | None = None,
+        *,
+        expected_output_tokens: int = 256,
+        default_ttft_slo_s: float = 10.0,
+        tie_s: float = 1e-4,
+    ) -> None:
+        """`default_ttft_slo_s` after its arrival a request without a deadline counts as overdue."""
         self._weights = weights if weights is not None else ScoringWeights()
+        self._default_ttft_slo_s = default_ttft_slo_s
         self._expected_output_tokens = expected_output_tokens
         self._tie_s = tie_s
 
@@ -57,8 +72,15 @@ class ScoringPolicy:
         least_work_s = min(work_s)
         utilization = min(_MAX_UTILIZATION, sum(work_s) / len(work_s) / RECENT_WORK_S)
         num_behind = self._weights.queueing * utilization / (1 - utilization)
+        mean_rate = sum([replica.stats.prefill_tokens_per_s or 1.0 for replica in replicas]) / len(replicas)
+        token_s = self._weights.capacity * min(1.0, utilization / _BUSY_UTILIZATION) / mean_rate
         num_outputs = min(request.max_tokens, self._expected_output_tokens * request.num_choices)
-        scores = [self._score(request, replica, snapshot.now_s, num_outputs, least_work_s, num_behind) for replica in replicas]
+        due_s = request.deadline_s
+        if due_s is None and request.arrival_s:
+            due_s = request.arrival_s + self._default_ttft_slo_s
+        scores = [
+            self._score(request, replica, snapshot.now_s, num_outputs, least_work_s, num_behind, token_s, due_s) for replica in replicas
+        ]
         limit = min([score.cost for score in scores]) + self._tie_s
         tied = [index for index, score in enumerate(scores) if score.cost <= limit]
         best = tied[0]
@@ -82,6 +104,8 @@ class ScoringPolicy:
         num_outputs: int,
         least_work_s: float,
         num_behind: float,
+        token_s: float,
+        due_s: float | None,
     ) -> CandidateScore:
         # runs for each candidate of each decision: plain comparisons, because calls of min and max are half of its time
         weights, stats, size = self._weights, replica.stats, replica.block_size
@@ -102,25 +126,27 @@ class ScoringPolicy:
             num_blank_blocks = stats.num_free_blocks
         num_evicted_blocks = (num_uncached - num_pending + num_outputs) / size - (num_blank_blocks if num_blank_blocks > 0 else 0)
         eviction_s = weights.eviction * num_evicted_blocks * size / rate if num_evicted_blocks > 0 else 0.0
+        capacity_s = token_s * (num_uncached - weights.pending * num_pending)
         queueing_s = num_behind * computed_s
         slowdown_s = weights.slowdown * stats.num_running * computed_s
         decode_s = weights.decode * num_outputs * step_s
         ahead_s = replica.recent_work_s - least_work_s
         beyond_s = ahead_s - weights.tolerance * least_work_s
         balance_s = _COLD_BALANCE * ahead_s + (weights.balance * beyond_s if beyond_s > 0 else 0.0)
-        cost = wait_s + prefill_s + pending_s + queueing_s + slowdown_s + eviction_s + decode_s + balance_s
+        cost = wait_s + prefill_s + pending_s + capacity_s + queueing_s + slowdown_s + eviction_s + decode_s + balance_s
         terms: tuple[tuple[str, float], ...] = (
             ("wait", wait_s),
             ("prefill", prefill_s),
             ("pending", pending_s),
+            ("capacity", capacity_s),
             ("queueing", queueing_s),
             ("slowdown", slowdown_s),
             ("eviction", eviction_s),
             ("decode", decode_s),
             ("balance", balance_s),
         )
-        if request.deadline_s is not None:
-            late_s = now_s + wait_s + computed_s - request.deadline_s
+        if due_s is not None:
+            late_s = now_s + wait_s + computed_s - due_s
             overdue_s = weights.miss_s + weights.overdue * late_s if late_s > 0 else 0.0
             terms = (*terms, ("overdue", overdue_s))
             cost += overdue_s

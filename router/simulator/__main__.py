@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2_048)
     parser.add_argument("--max-wait", type=float, help="shed requests that would wait longer, in seconds")
+    parser.add_argument("--no-deadlines", action="store_true", help="requests carry no TTFT limit as their deadline")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--picture", type=Path, help="with --compare: write the chart here (PNG)")
@@ -78,6 +79,7 @@ def _simulate(options: argparse.Namespace) -> None:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         speedup=options.speedup,
+        has_deadlines=not options.no_deadlines,
         seed=options.seed,
     )
     base = RouterConfig(

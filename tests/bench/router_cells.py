@@ -1,6 +1,8 @@
 """Hit rate and balance of every policy: both Mooncake traces, 5,000 and 20,000 blocks of 512 tokens a replica, 4 replicas.
 
-python -m tests.bench.router_cells TRACE OUT_STEM
+No request carries a deadline, as in the references: with one, a prefix is given up where it would come too late (`--deadlines`).
+
+    python -m tests.bench.router_cells TRACE OUT_STEM
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-output-tokens", type=int, help="shorten answers: hit rates hardly change, and runs take a fifth")
+    parser.add_argument("--deadlines", action="store_true", help="requests carry their TTFT limit as a deadline")
     parser.add_argument("--policies", default=",".join(POLICIES))
     options = parser.parse_args()
     chosen = options.policies.split(",")
@@ -36,7 +39,7 @@ def main() -> None:
     if options.max_output_tokens:
         trace = [replace(asked, num_output_tokens=min(options.max_output_tokens, asked.num_output_tokens)) for asked in trace]
     timer = StepTimer(MODELS["8b"], DEVICES["h100"])
-    config = SimulationConfig()
+    config = SimulationConfig(has_deadlines=options.deadlines)
     base = RouterConfig(prior_prefill_tokens_per_s=timer.prefill_tokens_per_s, max_queue_requests=len(trace))
     runs: list[dict[str, object]] = []
     for num_blocks in (5_000, 20_000):

@@ -12,14 +12,26 @@ def test_rates_nothing_measured_is_the_prior() -> None:
     assert RateModel(PRIOR).rates("r0") == PRIOR
 
 
-def test_rates_first_measurement_replaces_the_prior_and_later_ones_are_smoothed() -> None:
-    model = RateModel(PRIOR, weight=0.25)
+def test_rates_first_measurements_are_averaged_and_later_ones_smoothed() -> None:
+    model = RateModel(PRIOR, prefill_weight=0.25)
     model.observe("r0", ReplicaStats(prefill_tokens_per_s=1_000.0))
     assert model.rates("r0") == Rates(prefill_tokens_per_s=1_000.0, decode_step_s=0.03)
     model.observe("r0", ReplicaStats(prefill_tokens_per_s=2_000.0, decode_step_s=0.01))
-    assert model.rates("r0") == Rates(prefill_tokens_per_s=1_250.0, decode_step_s=0.01)
-    model.observe("r0", ReplicaStats())
-    assert model.rates("r0").prefill_tokens_per_s == 1_250.0
+    assert model.rates("r0") == Rates(prefill_tokens_per_s=1_500.0, decode_step_s=0.01)
+    for measured in (1_000.0, 1_500.0, 1_000.0, 2_250.0):
+        model.observe("r0", ReplicaStats(prefill_tokens_per_s=measured))
+    # thirds, then quarters: (1000 + 2000 + 1000) / 3 = 1333.3, 1375, 1281.25, 1523.4
+    assert model.rates("r0").prefill_tokens_per_s == pytest.approx(1_523.4375)
+    for absent in (None, 0.0, float("nan"), float("inf")):
+        model.observe("r0", ReplicaStats(prefill_tokens_per_s=absent))
+    assert model.rates("r0").prefill_tokens_per_s == pytest.approx(1_523.4375)
+
+
+def test_rates_repeated_report_of_an_idle_replica_teaches_nothing() -> None:
+    model = RateModel(PRIOR)
+    for measured in (1_000.0, 3_000.0, 3_000.0, 3_000.0):
+        model.observe("r0", ReplicaStats(prefill_tokens_per_s=measured))
+    assert model.rates("r0").prefill_tokens_per_s == 2_000.0
 
 
 def test_rates_new_replica_is_taken_for_the_median_of_its_peers() -> None:

@@ -146,10 +146,13 @@ def test_preview_ranks_by_queue_and_prefix_and_ignores_what_all_share() -> None:
     preview = CandidatePreview(states)
     everybody = {f"r{number}": 100 for number in range(6)}
     assert [found.replica_id for found in preview.best(2, 0.0, everybody, {})] == ["r0", "r1"]
-    # 400 blocks more on r5 are 6.4 s of prefill, more than its 5 s of queue
-    assert [found.replica_id for found in preview.best(2, 0.0, everybody | {"r5": 500}, {})] == ["r0", "r5"]
-    assert [found.replica_id for found in preview.best(2, 0.0, {}, {"r5": 400})] == ["r0", "r5"]
+    # 20 blocks more on r5 are 0.32 s of prefill, less than its 5 s of queue: but half of the places go by prefix
+    assert [found.replica_id for found in preview.best(2, 0.0, everybody | {"r5": 120}, {})] == ["r0", "r5"]
+    assert [found.replica_id for found in preview.best(2, 0.0, {}, {"r5": 20})] == ["r0", "r5"]
+    assert [found.replica_id for found in preview.best(2, 0.0, {"r4": 5}, {"r5": 20})] == ["r0", "r5"]
+    assert [found.replica_id for found in preview.best(4, 0.0, {"r4": 5}, {"r5": 20})] == ["r0", "r1", "r4", "r5"]
     assert [found.replica_id for found in preview.best(2, 0.0, {}, {}, frozenset({"r0"}))] == ["r1", "r2"]
+    assert [found.replica_id for found in preview.best(2, 0.0, {"r0": 9}, {}, frozenset({"r0"}))] == ["r1", "r2"]
     states[0].book(booking("a", 9_000), 0.0)
     preview.update(states[0])
     assert [found.replica_id for found in preview.best(2, 0.0, {}, {})] == ["r1", "r2"]

@@ -38,6 +38,7 @@ def test_idle_replica_costs_its_prefill_and_decode() -> None:
             "wait": 0,
             "prefill": 0.32,
             "pending": 0,
+            "capacity": 0,
             "queueing": 0,
             "slowdown": 0,
             "eviction": 0,
@@ -94,12 +95,31 @@ def test_queueing_prices_prefill_by_utilization() -> None:
     assert terms(REPLICA._replace(recent_work_s=900.0), queueing=1.0)["queueing"] == pytest.approx(9 * 0.32)
 
 
+def test_capacity_prices_work_alike_on_fast_and_slow_replicas_and_by_how_busy_they_are() -> None:
+    for work_s, share in ((300.0, 1.0), (75.0, 1.0), (37.5, 0.5), (0.0, 0.0)):  # seconds of work in the last 300
+        fast = with_stats(prefill_tokens_per_s=3_000.0)._replace(recent_work_s=work_s)
+        cached = REPLICA._replace(num_cached_blocks=10, num_pending_blocks=10, recent_work_s=work_s)
+        capacity = [dict(scored.terms)["capacity"] for scored in score(REQUEST, fast, cached, capacity=2.0)]
+        # 320 and 160 tokens at the mean rate of 2,000 tokens/s
+        assert capacity == pytest.approx([share * 2 * 0.16, share * 2 * 0.08])
+
+
 def test_deadline_that_would_be_missed_costs_more() -> None:
     request = replace(REQUEST, deadline_s=100.2)
     (only,) = score(request, REPLICA, now_s=100.0, overdue=3.0, miss_s=5.0)
     assert dict(only.terms)["overdue"] == pytest.approx(5.0 + 3.0 * 0.12)
     (in_time,) = score(request, REPLICA, now_s=99.8, overdue=3.0, miss_s=5.0)
     assert dict(in_time.terms)["overdue"] == 0
+
+
+def test_request_without_deadline_is_overdue_after_the_default_one() -> None:
+    policy = ScoringPolicy(ScoringWeights(overdue=3.0, miss_s=5.0), default_ttft_slo_s=10.0)
+    request = replace(REQUEST, arrival_s=100.0)
+    overdue = []
+    for now_s in (109.6, 109.8):
+        (only,) = policy.choose(request, ClusterSnapshot(now_s=now_s, replicas=(REPLICA,)), 0).candidates
+        overdue.append(dict(only.terms)["overdue"])
+    assert overdue == pytest.approx([0, 5.0 + 3.0 * 0.12])
 
 
 def test_ties_go_by_prefix_not_by_order_and_keep_to_it() -> None:
