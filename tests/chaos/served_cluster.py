@@ -18,7 +18,7 @@ import psutil
 import yaml
 
 from cluster.local.ray_head import DASHBOARD_PORT
-from cluster.local.serve_rest import ServeRest
+from cluster.local.serve_rest import ServeRest, auth_headers
 from replicas.default_model import prepare_default_model
 from tests.small_served_model import save_small_model
 
@@ -49,7 +49,8 @@ class ServedCluster:
         self._layout = layout
         self._port = port
         self._num_redeploys = 0
-        self._rest = ServeRest(f"http://127.0.0.1:{DASHBOARD_PORT}", {})
+        self._headers = auth_headers(os.environ, Path.home())
+        self._rest = ServeRest(f"http://127.0.0.1:{DASHBOARD_PORT}", self._headers)
         self._environment = {**os.environ, "MANTA_STATE_DIR": str(folder / "state")}
         self.url = f"http://127.0.0.1:{port}"
         self.layout = layout
@@ -69,9 +70,9 @@ class ServedCluster:
     def __exit__(self, *_: object) -> None:
         self._local("stop")
 
-    async def view(self) -> dict[str, Any]:
-        """The router's view of the model; empty while the router is away."""
-        async with httpx.AsyncClient(timeout=10) as http:
+    async def view(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        """The router's view of the model; empty while the router, or the gateway that is asked, is away."""
+        async with httpx.AsyncClient(timeout=timeout_s) as http:
             try:
                 return (await http.get(f"{self.url}/debug/router")).json().get(MODEL, {})
             except (httpx.HTTPError, json.JSONDecodeError):
@@ -79,7 +80,7 @@ class ServedCluster:
 
     async def pids(self, deployment: str) -> dict[str, int]:
         """Replica id -> process, of those that serve now."""
-        async with httpx.AsyncClient(timeout=30) as http:
+        async with httpx.AsyncClient(timeout=30, headers=self._headers) as http:
             body = (await http.get(f"http://127.0.0.1:{DASHBOARD_PORT}/api/serve/applications/")).json()
         replicas = body["applications"]["manta"]["deployments"][deployment]["replicas"]
         return {each["replica_id"]: each["pid"] for each in replicas if each["state"] == "RUNNING"}
@@ -95,9 +96,9 @@ class ServedCluster:
         """Returns the view once no replica that the router knows has a request or holds a block."""
         return await self._wait(self._is_idle, timeout_s)
 
-    async def num_running(self) -> int | None:
+    async def num_running(self, timeout_s: float = 10.0) -> int | None:
         """Requests inside all replicas, as last reported; None while the router is away."""
-        view = await self.view()
+        view = await self.view(timeout_s)
         if not view:
             return None
         return sum(replica["num_running"] + replica["num_waiting"] for replica in view["replicas"].values())

@@ -1,0 +1,188 @@
+"""The backend over handles that behave as Serve's do when a replica or the router hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from cluster import serve_backend
+from cluster.backend import ReplicaHung, ReplicaLeft, RouterGone
+from cluster.serve_backend import ServeBackend
+from cluster.target_unreachable import TargetUnreachable
+from replicas.request import FinishReason, GenerationRequest, RequestProgress
+from replicas.sampling_params import SamplingParams
+from router.fences import Fences
+from router.snapshot import Decision, RoutingRequest
+
+REQUEST = GenerationRequest(request_id="a", prompt_ids=(1, 2), params=SamplingParams(max_tokens=5), seed=0)
+
+
+class _Response:
+    """What `handle.method.remote()` returns: to be awaited, and cancelled."""
+
+    def __init__(self, work: Any) -> None:
+        self.task = asyncio.ensure_future(work)
+
+    def __await__(self) -> Any:
+        return self.task.__await__()
+
+    def cancel(self) -> None:
+        self.task.cancel()
+
+
+class _Method:
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def remote(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+
+class _Router:
+    def __init__(self) -> None:
+        self.fences = Fences()
+        self.callers: list[str] = []
+        self.is_hung = False
+        self.renew = _Method(lambda *arguments: _Response(self._renew(*arguments)))
+        self.acquire = _Method(lambda request: _Response(self._acquire(request)))
+
+    async def _renew(self, caller: str, seen_version: int) -> Any:
+        await self._hang()
+        self.callers.append(caller)
+        return await self.fences.wait_changed(seen_version, timeout_s=0.05)
+
+    async def _acquire(self, request: RoutingRequest) -> Decision:
+        await self._hang()
+        self.callers.append(request.caller)
+        return Decision(request_id=request.request_id, replica_id="r")
+
+    async def _hang(self) -> None:
+        if self.is_hung:
+            await asyncio.Event().wait()
+
+
+class _Stream:
+    """A token, and then nothing more, or an error."""
+
+    def __init__(self, request: GenerationRequest, error: Exception | None) -> None:
+        self.request = request
+        self.is_cancelled = False
+        self._error = error
+        self._num_sent = 0
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> RequestProgress:
+        if self._error is not None:
+            raise self._error
+        self._num_sent += 1
+        if self._num_sent > 1:
+            await asyncio.Event().wait()
+        return RequestProgress(key=self.request.key, attempt=0, token_ids=(7,))
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class _Replicas:
+    def __init__(self) -> None:
+        self.streams: list[_Stream] = []
+        self.error: Exception | None = None
+
+    def options(self, **_: Any) -> _Method:
+        return _Method(self._generate)
+
+    def _generate(self, request: GenerationRequest) -> _Stream:
+        self.streams.append(_Stream(request, self.error))
+        return self.streams[-1]
+
+
+@pytest.fixture
+def router() -> _Router:
+    return _Router()
+
+
+@pytest.fixture
+def replicas() -> _Replicas:
+    return _Replicas()
+
+
+@pytest.fixture
+async def backend(router: _Router, replicas: _Replicas) -> AsyncIterator[ServeBackend]:
+    made = ServeBackend(router, {"m": replicas})
+    made.start()
+    yield made
+    await made.close()
+
+
+async def test_stream_of_a_replica_that_is_fenced_ends_at_once_and_is_cancelled_there(
+    backend: ServeBackend, router: _Router, replicas: _Replicas
+) -> None:
+    stream = backend.generate("m", "r", REQUEST)
+    assert (await anext(stream)).token_ids == (7,)
+    following = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    router.fences.set(frozenset({"r"}))
+    async with asyncio.timeout(1):
+        with pytest.raises(ReplicaHung):
+            await following
+    assert replicas.streams[0].is_cancelled
+    with pytest.raises(ReplicaLeft):  # as long as the fence stands, nothing is sent there
+        await anext(backend.generate("m", "r", REQUEST))
+    assert len(replicas.streams) == 1
+
+
+async def test_stream_of_another_replica_goes_on(backend: ServeBackend, router: _Router) -> None:
+    stream = backend.generate("m", "r", REQUEST)
+    await anext(stream)
+    following = asyncio.ensure_future(anext(stream))
+    router.fences.set(frozenset({"other"}))
+    await asyncio.sleep(0.02)
+    assert not following.done()
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_lease_requests_and_decisions_are_under_one_name(backend: ServeBackend, router: _Router, replicas: _Replicas) -> None:
+    await backend.acquire(RoutingRequest(request_id="a", model="m", num_prompt_tokens=1, max_tokens=1))
+    stream = backend.generate("m", "r", REQUEST)
+    await anext(stream)
+    await stream.aclose()
+    await asyncio.sleep(0.06)
+    assert set(router.callers) == {replicas.streams[0].request.caller}
+    assert replicas.streams[0].request.caller.startswith("gateway-")
+    assert replicas.streams[0].is_cancelled
+
+
+async def test_calls_to_a_router_that_hangs_are_given_up(router: _Router, replicas: _Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_backend, "_RENEWAL_TIMEOUT_S", 0.02)
+    router.is_hung = True
+    backend = ServeBackend(router, {"m": replicas})
+    backend.start()
+    async with asyncio.timeout(1):
+        with pytest.raises(RouterGone, match="does not answer"):
+            await backend.acquire(RoutingRequest(request_id="a", model="m", num_prompt_tokens=1, max_tokens=1))
+    await backend.close()
+
+
+async def test_replica_that_never_took_the_request_has_left(backend: ServeBackend, replicas: _Replicas) -> None:
+    replicas.error = TargetUnreachable("replica r is not running")
+    with pytest.raises(ReplicaLeft, match="not running"):
+        await anext(backend.generate("m", "r", REQUEST))
+
+
+async def test_ending_of_a_request_closes_its_stream_without_a_cancel(backend: ServeBackend, replicas: _Replicas) -> None:
+    stream = backend.generate("m", "r", REQUEST)
+    await anext(stream)
+
+    async def last(self: _Stream) -> RequestProgress:
+        return RequestProgress(key=REQUEST.key, attempt=0, finish_reason=FinishReason.STOP)
+
+    replicas.streams[0].__class__ = type("_Ending", (_Stream,), {"__anext__": last})
+    await anext(stream)
+    await stream.aclose()
+    assert not replicas.streams[0].is_cancelled
