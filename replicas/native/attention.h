@@ -16,7 +16,6 @@
 namespace manta {
 
 constexpr int CHUNK = 128;  // tokens between two updates of the running softmax
-constexpr int ROWS = 4;     // query rows that share each load of K or V
 constexpr int STRIDE = CHUNK + LANES;  // of a row of scores; whole vectors are stored past the last token
 
 struct Shape {
@@ -28,11 +27,12 @@ struct Shape {
 
 // scores[row][0..num) for `rows` query rows against tokens first .. first + num - 1 of one block. Whole vectors are computed
 // wherever the block has room, so that a token's score does not depend on how many tokens follow it.
-template <typename T, int rows>
+template <int rows, typename T>
 void score_tokens(const float* q, const T* k_block, const Shape& s, int64_t first, int64_t num, float* scores) {
     int64_t t = 0;
     for (; t < num && first + t + LANES <= s.block_size; t += LANES) {
-        Vector sum[rows][NUM_VECTORS] = {};
+        Vector sum[rows][NUM_VECTORS];
+        clear<rows, NUM_VECTORS>(sum);
         for (int64_t d = 0; d < s.k_dim; ++d) {
             Vector k[NUM_VECTORS];
             load_lanes(k_block + d * s.block_size + first + t, k);
@@ -50,7 +50,7 @@ void score_tokens(const float* q, const T* k_block, const Shape& s, int64_t firs
 }
 
 // acc[row][:] += weights[row][t] * V[t][:] for tokens first .. first + num - 1 of one block.
-template <typename T, int rows>
+template <int rows, typename T>
 void add_values(const float* weights, const T* v_block, const Shape& s, int64_t first, int64_t num, float* acc) {
     int64_t d = 0;
     for (; d + LANES <= s.v_dim; d += LANES) {
@@ -74,16 +74,17 @@ template <typename Q, typename KV>
 struct Tile {
     const Shape& s;
     int64_t group, num_tokens, num_rows;
-    std::vector<float> q, acc, scores, row_max, row_sum;
+    std::vector<float> q, acc, scores, row_max, row_sum, widened;
 
     Tile(const Shape& shape, int64_t max_tokens)
         : s(shape), group(shape.num_heads / shape.num_kv_heads), num_tokens(0), num_rows(0) {
-        const size_t rows = static_cast<size_t>((max_tokens * group + ROWS - 1) / ROWS * ROWS);
+        const size_t rows = static_cast<size_t>(max_tokens * group);
         q.resize(rows * s.k_dim);
         acc.resize(rows * s.v_dim);
         scores.resize(rows * STRIDE);
         row_max.resize(rows);
         row_sum.resize(rows);
+        widened.resize(s.block_size * std::max(s.k_dim, s.v_dim));
     }
 
     // Row r is query token r / group, query head kv_head * group + r % group. Scaled queries are kept as float.
@@ -99,11 +100,29 @@ struct Tile {
         std::fill(row_sum.begin(), row_sum.end(), 0.0f);
     }
 
-    // The buffers have room for whole groups: computing a few unused rows is cheaper than going row by row.
+    // Calls back with the first row and the number of rows of each group that shares its loads.
     template <typename F>
-    void for_row_groups(F&& call) {
-        if (num_rows == 1) return call(0, std::integral_constant<int, 1>());
-        for (int64_t r = 0; r < num_rows; r += ROWS) call(r, std::integral_constant<int, ROWS>());
+    void for_row_groups(F&& call) const {
+        const int64_t num_groups = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+        for (int64_t g = 0; g < num_groups; ++g) {
+            const int64_t r = g * num_rows / num_groups;
+            with_rows((g + 1) * num_rows / num_groups - r, [&](auto rows) { call(r, rows); });
+        }
+    }
+
+    // Calls back with a block of K or V: as it is for one group of rows, else widened once for all of them. `num_runs` runs of
+    // `count` elements are used, from `first` on, `stride` apart.
+    template <typename F>
+    void with_block(const KV* block, int64_t first, int64_t count, int64_t num_runs, int64_t stride, F&& call) {
+        if constexpr (std::is_same_v<KV, float>) return call(block);
+        if (num_rows <= MAX_ROWS) return call(block);
+        for (int64_t run = 0; run < num_runs; ++run) {
+            const KV* from = block + run * stride + first;
+            float* to = &widened[run * stride + first];
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);
+        }
+        call(static_cast<const float*>(widened.data()));
     }
 
     // Softcap, mask and softmax update for tokens base .. base + num - 1 of the sequence.
@@ -143,17 +162,23 @@ struct Tile {
             const int64_t chunk_end = std::min<int64_t>(base + CHUNK, end);
             over_blocks(begin, chunk_end, [&](int64_t token, int64_t block, int64_t first, int64_t count) {
                 const KV* k_block = k_cache + (table[block] * s.num_kv_heads + kv_head) * s.k_dim * s.block_size;
-                for_row_groups([&](int64_t r, auto rows) {
-                    float* to = &scores[r * STRIDE + token - base];
-                    score_tokens<KV, decltype(rows)::value>(&q[r * s.k_dim], k_block, s, first, count, to);
+                // Whole vectors are read wherever the block has room, so whole vectors are widened too.
+                const int64_t room = std::min((count + LANES - 1) / LANES * LANES, s.block_size - first);
+                with_block(k_block, first, room, s.k_dim, s.block_size, [&](const auto* keys) {
+                    for_row_groups([&](int64_t r, auto rows) {
+                        float* to = &scores[r * STRIDE + token - base];
+                        score_tokens<decltype(rows)::value>(&q[r * s.k_dim], keys, s, first, count, to);
+                    });
                 });
             });
             weigh(base, chunk_end - base, first_position);
             over_blocks(begin, chunk_end, [&](int64_t token, int64_t block, int64_t first, int64_t count) {
                 const KV* v_block = v_cache + (table[block] * s.num_kv_heads + kv_head) * s.v_dim * s.block_size;
-                for_row_groups([&](int64_t r, auto rows) {
-                    const float* weights = &scores[r * STRIDE + token - base];
-                    add_values<KV, decltype(rows)::value>(weights, v_block, s, first, count, &acc[r * s.v_dim]);
+                with_block(v_block, first * s.v_dim, count * s.v_dim, 1, 0, [&](const auto* values) {
+                    for_row_groups([&](int64_t r, auto rows) {
+                        const float* weights = &scores[r * STRIDE + token - base];
+                        add_values<decltype(rows)::value>(weights, values, s, first, count, &acc[r * s.v_dim]);
+                    });
                 });
             });
         }

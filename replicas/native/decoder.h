@@ -38,9 +38,9 @@ struct MantaDecoder {
 };
 
 struct MantaStep {
-    const int64_t *token_ids, *slots, *logit_rows;
+    const int64_t *token_ids, *positions, *slots, *logit_rows;
     const int32_t *tables, *query_starts, *context_lens;
-    const float *cos, *sin;  // [T, head_dim]
+    const float *cos, *sin;  // [positions so far, head_dim]
     float *hidden, *delta;   // [T, hidden_size], [T, hidden_size rounded up to 16]
     float *normed, *wide, *narrow;  // scratch: [T, hidden_size]; [T, widest projection]; [T, widest input of a projection]
     float* prepared;         // scratch: [T, widest prepared input of a projection]
@@ -98,11 +98,12 @@ struct Decoder {
         const int64_t width = (layer.qkv.num_outputs + PANEL - 1) / PANEL * PANEL;
         const int64_t num_rotated = model.num_heads + model.num_kv_heads;
         for_tokens(step.num_tokens, [&](int64_t t) {
+            const int64_t angles = step.positions[t] * model.head_dim;
             for (int64_t h = 0; h < num_rotated; ++h) {
                 float* head = step.wide + t * width + h * model.head_dim;
                 const float* norm = h < model.num_heads ? layer.q_norm : layer.k_norm;
                 if (norm != nullptr) rms_norm(head, norm, model.head_dim, head);
-                rotate(head, step.cos + t * model.head_dim, step.sin + t * model.head_dim);
+                rotate(head, step.cos + angles, step.sin + angles);
             }
         });
         const float* key = step.wide + model.num_heads * model.head_dim;

@@ -1,4 +1,5 @@
-"""A llama-like decoder as one native call a step. Letters: T tokens, H hidden size, N logit rows, V vocabulary, D head dim."""
+"""A llama-like decoder as one native call a step. Letters: T tokens, H hidden size, N logit rows, V vocabulary,
+D head dim, P positions."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class _Decoder(ctypes.Structure):
 
 
 _STEP_POINTERS = (
-    "token_ids", "slots", "logit_rows", "tables", "query_starts", "context_lens", "cos", "sin", "hidden", "delta", "normed",
+    "token_ids", "positions", "slots", "logit_rows", "tables", "query_starts", "context_lens", "cos", "sin", "hidden", "delta", "normed",
     "wide", "narrow", "prepared", "logits",
 )  # fmt: skip
 
@@ -130,6 +131,7 @@ class NativeDecoder:
         self._element = ELEMENTS[model.dtype] if quantization is None else QUANTIZED[quantization]
         self._cache = cache if self._element.is_quantized else None
         self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = model.model.rotary_emb
+        self._cos_PD = self._sin_PD = torch.empty(0)
         call = calls[0]
         self._head_dim, self._vocab_size = call.k_dim, config.vocab_size
         head = model.lm_head.weight
@@ -171,11 +173,10 @@ class NativeDecoder:
         """Writes the step's KV and returns the logits of `step.logit_rows`, float32 [N, V]."""
         num_tokens, num_rows = step.token_ids_T.shape[0], step.logit_rows.shape[0]
         hidden_size = self._decoder.hidden_size
-        example = torch.empty(0)
-        cos_1TD, sin_1TD = self._rotary(example, step.positions_T[None])
+        self._compute_angles(step.max_context_len)
         buffers = {
-            "cos": cos_1TD.contiguous(),
-            "sin": sin_1TD.contiguous(),
+            "cos": self._cos_PD,
+            "sin": self._sin_PD,
             "hidden": torch.empty(num_tokens, hidden_size),
             "delta": torch.empty(num_tokens, padded(hidden_size)),
             "normed": torch.empty(num_tokens, hidden_size),
@@ -184,6 +185,7 @@ class NativeDecoder:
             "prepared": torch.empty(num_tokens, self._max_prepared),
             "logits": torch.empty(num_rows, padded(self._vocab_size)),
             "token_ids": step.token_ids_T,
+            "positions": step.positions_T,
             "slots": step.slots_T,
             "logit_rows": step.logit_rows,
             "tables": step.block_tables_RM,
@@ -199,6 +201,13 @@ class NativeDecoder:
         )
         self._run(args)
         return buffers["logits"][:, : self._vocab_size]
+
+    def _compute_angles(self, num_positions: int) -> None:
+        """Cosines and sines of at least so many positions P; a table, as they are the same in every step."""
+        if num_positions > self._cos_PD.shape[0]:
+            positions_1P = torch.arange(2 * num_positions)[None]
+            cos_1PD, sin_1PD = self._rotary(torch.empty(0), positions_1P)
+            self._cos_PD, self._sin_PD = cos_1PD[0].contiguous(), sin_1PD[0].contiguous()
 
     def _run(self, step: _Step) -> None:
         """The whole step as one call, during which no Python lock is held."""

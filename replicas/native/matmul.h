@@ -18,9 +18,7 @@
 namespace manta {
 
 constexpr int PANEL = LANES;
-constexpr int NUM_SUMS = WIDTH == 16 ? 24 : 12;               // registers that hold sums
-constexpr int MAX_ROWS = NUM_SUMS / NUM_VECTORS < 12 ? NUM_SUMS / NUM_VECTORS : 12;  // rows of a tile with one panel
-constexpr int K_BLOCK = 256;  // k's whose panel, as floats, stays in the first-level cache
+constexpr int ROW_BLOCK = 96;  // rows, a multiple of MAX_ROWS
 constexpr int GROUP = 32;     // k's of int4 weights that share a scale
 constexpr int GROUP_WORDS = GROUP / 8 * PANEL + PANEL;  // of one panel: the numbers, then 16 scales and 16 leasts of 16 bits
 
@@ -85,13 +83,15 @@ void prepare(const float* row, const PackedWeight<E>& b, float* to) {
     }
 }
 
-// sum[r][p] += R rows times P panels, over `num_k` k's. `panel_stride` words lie between panels of B.
+// sum[r][p] += R rows times P panels, over `num_k` k's. `panel_stride` words lie between panels of B. What lies `ahead` words
+// further on is fetched meanwhile: the hardware's own prefetch stops at the end of each 4 KiB and has to start over.
 template <int R, int P, typename E>
 inline __attribute__((always_inline)) void add_products(const float* a, int64_t a_stride, const uint32_t* b, int64_t panel_stride,
-                                                        int64_t num_k, Vector sum[R][P * NUM_VECTORS]) {
+                                                        int64_t num_k, int64_t ahead, Vector sum[R][P * NUM_VECTORS]) {
     constexpr int V = P * NUM_VECTORS;
     for (int64_t k = 0; k < num_k; k += E::STEP, b += PANEL) {
         Words words[V];
+        UNROLL for (int p = 0; p < P; ++p) if (ahead > 0) __builtin_prefetch(b + p * panel_stride + ahead);
         UNROLL for (int v = 0; v < V; ++v)
             std::memcpy(&words[v], b + v / NUM_VECTORS * panel_stride + v % NUM_VECTORS * WIDTH, sizeof words[v]);
         UNROLL for (int j = 0; j < E::STEP; ++j) {
@@ -105,48 +105,35 @@ inline __attribute__((always_inline)) void add_products(const float* a, int64_t 
     }
 }
 
-// Sums start from zeros that the compiler does not know to be zeros. It would otherwise be free to fuse the first two products in
-// either order, and choose differently for other numbers of rows.
-inline Vector unknown_zero() {
-    Vector zero = {};
-    asm("" : "+m"(zero));
-    return zero;
-}
-template <int R, int V>
-inline void clear(Vector sum[R][V]) {
-    const Vector zero = unknown_zero();
-    UNROLL for (int r = 0; r < R; ++r)
-        UNROLL for (int v = 0; v < V; ++v) sum[r][v] = zero;
-}
+// Zeros in C that the compiler does not know either.
 inline void clear(float* c, int64_t num_rows, int64_t c_stride, int64_t num) {
     for (int64_t r = 0; r < num_rows; ++r) std::fill(c + r * c_stride, c + r * c_stride + num, 0.0f);
     asm volatile("" ::: "memory");
 }
 
-// c = A * B for R rows and P panels; or c += that.
-template <int R, int P, typename E>
-void multiply_tile(const float* a, int64_t a_stride, const uint32_t* b, int64_t panel_stride, int64_t num_k, float* c, int64_t c_stride,
-                   bool accumulate) {
-    Vector sum[R][P * NUM_VECTORS];
-    clear<R, P * NUM_VECTORS>(sum);
+// c = A * B for R rows and one panel; or c += that.
+template <int R, typename E>
+void multiply_tile(const float* a, int64_t a_stride, const uint32_t* b, int64_t num_k, float* c, int64_t c_stride, bool accumulate) {
+    Vector sum[R][NUM_VECTORS];
+    clear<R, NUM_VECTORS>(sum);
     if (accumulate)
-        UNROLL for (int r = 0; r < R; ++r)
-            UNROLL for (int p = 0; p < P; ++p) load_lanes(c + r * c_stride + p * PANEL, &sum[r][p * NUM_VECTORS]);
-    add_products<R, P, E>(a, a_stride, b, panel_stride, num_k, sum);
-    UNROLL for (int r = 0; r < R; ++r)
-        UNROLL for (int p = 0; p < P; ++p) store_lanes(&sum[r][p * NUM_VECTORS], c + r * c_stride + p * PANEL);
+        UNROLL for (int r = 0; r < R; ++r) load_lanes(c + r * c_stride, sum[r]);
+    add_products<R, 1, E>(a, a_stride, b, 0, num_k, 0, sum);
+    UNROLL for (int r = 0; r < R; ++r) store_lanes(sum[r], c + r * c_stride);
 }
 
-// c += the products of one group of int4 weights, scaled. `b` holds the group's numbers as E, `scales` what follows them.
+// c += the products of one group of int4 weights, scaled. `b` holds the group's numbers, `scales` what follows them.
 template <int R, int P, typename E>
-void multiply_group(const float* a, const float* group_sums, int64_t a_stride, const uint32_t* b, const uint32_t* scales,
-                    int64_t panel_stride, float* c, int64_t c_stride) {
+inline __attribute__((always_inline)) void multiply_group(const float* a, const float* group_sums, int64_t a_stride, const uint32_t* b,
+                                                          const uint32_t* scales, int64_t panel_stride, float* c, int64_t c_stride,
+                                                          int64_t ahead) {
     Vector sum[R][P * NUM_VECTORS];
     clear<R, P * NUM_VECTORS>(sum);
-    add_products<R, P, E>(a, a_stride, b, panel_stride, GROUP, sum);
+    add_products<R, P, E>(a, a_stride, b, panel_stride, GROUP, ahead, sum);
     UNROLL for (int p = 0; p < P; ++p) {
         Vector scale[NUM_VECTORS], least[NUM_VECTORS];
         const int16_t* of_panel = reinterpret_cast<const int16_t*>(scales + p * panel_stride);
+        if (ahead > 0) __builtin_prefetch(scales + p * panel_stride + ahead);
         load_lanes(of_panel, scale);
         load_lanes(of_panel + PANEL, least);
         UNROLL for (int r = 0; r < R; ++r) {
@@ -172,27 +159,27 @@ void finish(const float* a, int64_t num_rows, const PackedWeight<E>& b, int64_t 
         }
 }
 
-// Calls `call` with `value` as a compile-time constant in 1 .. MAX_ROWS.
-template <int R = 1, typename F>
-void with_rows(int64_t value, F&& call) {
-    if constexpr (R < MAX_ROWS) {
-        if (value > R) return with_rows<R + 1>(value, call);
-    }
-    call(std::integral_constant<int, R>());
-}
-
-// R rows times P panels from `panel` on, straight from the packed weights.
+// R rows times P panels from `panel` on, straight from the packed weights. The last AHEAD words of each panel fetch the beginning of
+// the panel that follows the P ones.
 template <int R, int P, typename E>
 void multiply_whole_k(const float* a, int64_t a_stride, const PackedWeight<E>& b, int64_t panel, float* c) {
-    const int64_t stride = b.panel_words();
+    constexpr int64_t AHEAD = 512;  // words; a multiple of those of a group's numbers
+    const int64_t stride = b.panel_words(), skip = AHEAD + (P - 1) * stride;
     const uint32_t* from = b.panels + panel * stride;
     float* to = c + panel * PANEL;
     if constexpr (E::STEP == 8) {
         clear(to, R, b.stride(), P * PANEL);
         for (int64_t g = 0; g < b.num_groups(); ++g, from += GROUP_WORDS)
-            multiply_group<R, P, E>(a + g * GROUP, a + b.padded_k() + g, a_stride, from, from + GROUP / 8 * PANEL, stride, to, b.stride());
+            multiply_group<R, P, E>(a + g * GROUP, a + b.padded_k() + g, a_stride, from, from + GROUP / 8 * PANEL, stride, to, b.stride(),
+                                    (g + 1) * GROUP_WORDS + AHEAD <= stride ? AHEAD : skip);
     } else {
-        multiply_tile<R, P, E>(a, a_stride, from, stride, b.padded_k(), to, b.stride(), false);
+        Vector sum[R][P * NUM_VECTORS];
+        clear<R, P * NUM_VECTORS>(sum);
+        const int64_t num_k = std::max<int64_t>(0, b.padded_k() - AHEAD / PANEL * E::STEP);
+        add_products<R, P, E>(a, a_stride, from, stride, num_k, AHEAD, sum);
+        add_products<R, P, E>(a + num_k, a_stride, from + num_k / E::STEP * PANEL, stride, b.padded_k() - num_k, skip, sum);
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int p = 0; p < P; ++p) store_lanes(&sum[r][p * NUM_VECTORS], to + r * b.stride() + p * PANEL);
     }
 }
 
@@ -209,52 +196,35 @@ void multiply_few(const float* a, int64_t a_stride, int64_t num_rows, const Pack
     });
 }
 
-// Words [num_k / STEP, 16] as floats [num_k, 16].
+// Many rows: a block of a panel stays in the first-level cache while all rows go over it and the next block is fetched.
 template <typename E>
-const uint32_t* as_floats(const uint32_t* words, int64_t num_k, float* scratch) {
-    if constexpr (E::STEP == 1) return words;
-    for (int64_t k = 0; k < num_k; k += E::STEP, words += PANEL)
-        UNROLL for (int i = 0; i < NUM_VECTORS; ++i) {
-            Words one;
-            std::memcpy(&one, words + i * WIDTH, sizeof one);
-            UNROLL for (int j = 0; j < E::STEP; ++j) {
-                const Vector wide = E::widen(one, j);
-                std::memcpy(scratch + (k + j) * PANEL + i * WIDTH, &wide, sizeof wide);
-            }
-        }
-    return reinterpret_cast<const uint32_t*>(scratch);
-}
-
-// Many rows: each block of a panel is widened once and used for all of them. Rows are shared out evenly over the tiles.
-template <typename E>
-void multiply_many(const float* a, int64_t a_stride, int64_t num_rows, const PackedWeight<E>& b, int64_t panel, float* c, float* scratch) {
+void multiply_many(const float* a, int64_t a_stride, int64_t num_rows, const PackedWeight<E>& b, int64_t panel, float* c) {
+    constexpr int64_t BLOCK_K = 128 * E::STEP, BLOCK_WORDS = E::STEP == 8 ? BLOCK_K / GROUP * GROUP_WORDS : 128 * PANEL;
     const int64_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     const uint32_t* from = b.panels + panel * b.panel_words();
     float* to = c + panel * PANEL;
     if constexpr (E::STEP == 8) clear(to, num_rows, b.stride(), PANEL);
-    for (int64_t k = 0; k < b.padded_k(); k += K_BLOCK) {
-        const int64_t num_k = std::min<int64_t>(K_BLOCK, b.padded_k() - k);
-        const uint32_t* floats = nullptr;
-        if constexpr (E::STEP == 8)
-            for (int64_t g = 0; g < num_k / GROUP; ++g)
-                floats = as_floats<E>(from + (k / GROUP + g) * GROUP_WORDS, GROUP, scratch + g * GROUP * PANEL) - g * GROUP * PANEL;
-        else
-            floats = as_floats<E>(from + k / E::STEP * PANEL, num_k, scratch);
+    for (int64_t k = 0; k < b.padded_k(); k += BLOCK_K, from += BLOCK_WORDS) {
+        const int64_t num_k = std::min(BLOCK_K, b.padded_k() - k);
+        const uint32_t* next = from + b.panel_words() * num_k / b.padded_k();
         for (int64_t t = 0; t < num_tiles; ++t) {
             const int64_t r = t * num_rows / num_tiles;
+            for (int64_t i = t * BLOCK_WORDS / num_tiles / PANEL; i < (t + 1) * BLOCK_WORDS / num_tiles / PANEL; ++i)
+                __builtin_prefetch(next + i * PANEL);
             with_rows((t + 1) * num_rows / num_tiles - r, [&](auto rows) {
                 constexpr int R = decltype(rows)::value;
                 const float* a_rk = a + r * a_stride + k;
                 float* c_r = to + r * b.stride();
-                if constexpr (E::STEP == 8)
+                if constexpr (E::STEP == 8) {
+                    const float* group_sums = a + r * a_stride + b.padded_k() + k / GROUP;
                     for (int64_t g = 0; g < num_k / GROUP; ++g) {
-                        const int64_t group = k / GROUP + g;
-                        multiply_group<R, 1, Float32>(a_rk + g * GROUP, a + r * a_stride + b.padded_k() + group, a_stride,
-                                                      floats + g * GROUP * PANEL, from + group * GROUP_WORDS + GROUP / 8 * PANEL, 0, c_r,
-                                                      b.stride());
+                        const uint32_t* group = from + g * GROUP_WORDS;
+                        multiply_group<R, 1, E>(a_rk + g * GROUP, group_sums + g, a_stride, group, group + GROUP / 8 * PANEL, 0, c_r,
+                                                b.stride(), 0);
                     }
-                else
-                    multiply_tile<R, 1, Float32>(a_rk, a_stride, floats, 0, num_k, c_r, b.stride(), k > 0);
+                } else {
+                    multiply_tile<R, E>(a_rk, a_stride, from, num_k, c_r, b.stride(), k > 0);
+                }
             });
         }
     }
@@ -264,8 +234,10 @@ void multiply_many(const float* a, int64_t a_stride, int64_t num_rows, const Pac
 // num_rows * b.prepared_stride() floats where b.wants_preparation().
 template <typename E>
 void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float* c, float* prepared, int num_threads) {
-    constexpr int64_t GROUP_OF_PANELS = 4;  // handed out together, so that a thread that is held up costs little
-    const int64_t num_groups = (b.num_panels() + GROUP_OF_PANELS - 1) / GROUP_OF_PANELS;
+    constexpr int64_t TOGETHER = 4;  // panels that are read side by side
+    const int64_t num_groups = (b.num_panels() + TOGETHER - 1) / TOGETHER;
+    // Handed out in some pieces for each thread: one that is held up costs little, and what was fetched ahead is mostly one's own.
+    const int64_t piece = std::max<int64_t>(1, num_groups / (8 * num_threads));
     const float* rows = b.wants_preparation() ? prepared : a;
     const int64_t stride = b.wants_preparation() ? b.prepared_stride() : b.num_k;
 #pragma omp parallel num_threads(num_threads)
@@ -274,15 +246,20 @@ void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float*
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < num_rows; ++r) prepare(a + r * b.num_k, b, prepared + r * stride);
         }
-        alignas(64) float scratch[K_BLOCK * PANEL];
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, piece)
         for (int64_t g = 0; g < num_groups; ++g) {
-            const int64_t first = g * GROUP_OF_PANELS, end = std::min(first + GROUP_OF_PANELS, b.num_panels());
-            if (num_rows <= MAX_ROWS)
-                multiply_few(rows, stride, num_rows, b, first, end, c);
-            else
-                for (int64_t p = first; p < end; ++p) multiply_many(rows, stride, num_rows, b, p, c, scratch);
-            finish(rows, num_rows, b, first, end, c);
+            const int64_t first = g * TOGETHER, end = std::min(first + TOGETHER, b.num_panels());
+            // Blocks of rows whose inputs and outputs stay in the second-level cache for all of these panels.
+            for (int64_t r = 0; r < num_rows; r += ROW_BLOCK) {
+                const int64_t num = std::min<int64_t>(ROW_BLOCK, num_rows - r);
+                const float* a_r = rows + r * stride;
+                float* c_r = c + r * b.stride();
+                if (num_rows <= MAX_ROWS)
+                    multiply_few(a_r, stride, num, b, first, end, c_r);
+                else
+                    for (int64_t p = first; p < end; ++p) multiply_many(a_r, stride, num, b, p, c_r);
+                finish(a_r, num, b, first, end, c_r);
+            }
         }
     }
 }

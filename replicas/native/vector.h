@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace manta {
@@ -94,6 +95,31 @@ inline void load_lanes(const int16_t* from, Vector to[NUM_VECTORS]) {
         std::memcpy(&half, from + i * WIDTH, sizeof half);
         to[i] = __builtin_convertvector(__builtin_convertvector(half, Integers), Vector);
     }
+}
+
+constexpr int NUM_SUMS = WIDTH == 16 ? 24 : 12;  // registers that hold sums
+constexpr int MAX_ROWS = NUM_SUMS / NUM_VECTORS < 12 ? NUM_SUMS / NUM_VECTORS : 12;  // rows that share each load of LANES numbers
+
+// Sums start from zeros that the compiler does not know to be zeros. It would otherwise be free to fuse the first two products in
+// either order, and choose differently for other numbers of rows.
+inline Vector unknown_zero() {
+    Vector zero = {};
+    asm("" : "+m"(zero));
+    return zero;
+}
+template <int R, int V>
+inline void clear(Vector sum[R][V]) {
+    const Vector zero = unknown_zero();
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int v = 0; v < V; ++v) sum[r][v] = zero;
+}
+// Calls `call` with `value` as a compile-time constant in 1 .. MAX_ROWS.
+template <int R = 1, typename F>
+void with_rows(int64_t value, F&& call) {
+    if constexpr (R < MAX_ROWS) {
+        if (value > R) return with_rows<R + 1>(value, call);
+    }
+    call(std::integral_constant<int, R>());
 }
 
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
