@@ -48,8 +48,7 @@ class EngineConfig:
     runner: Runner = "auto"
     """auto: the whole step as one native call where CPU, compiler and architecture allow, else transformers' modules."""
     quantization: Quantization | None = None
-    """Weights of all linears as integers: int8 with a scale for each output, int4 in groups of 32 inputs. Needs the native
-    runner. Embedding and KV stay in `dtype`."""
+    """Weights of all linears as integers in groups of 32 inputs. Needs the native runner. Embedding and KV stay in `dtype`."""
     attention_backend: str = "auto"
     """auto, or the name of one backend in replicas/attention; for the transformers runner."""
     num_threads: int | None = None

@@ -1,8 +1,9 @@
 // The step of a llama-like decoder: embedding, layers of attention and gated MLP, final norm, logits.
 //
 // Letters: T tokens of the packed step, N rows whose logits are wanted. Activations and all sums are float; embedding and KV are
-// float or bfloat16, each linear has an element type of its own. Each layer is two segments, and each segment leaves its contribution in `delta`, which the next one adds
-// to the residual stream first: between two segments is where ranks of a tensor-parallel group add up their deltas.
+// float or bfloat16, each linear has an element type of its own. Each layer is two segments, and each segment leaves its contribution
+// in `delta`, which the next one adds to the residual stream first: between two segments is where ranks of a tensor-parallel group add
+// up their deltas.
 #pragma once
 
 #include "attention.h"

@@ -5,10 +5,9 @@
 // output is one sum over k in a fixed order, whatever the number of rows, so a row's result is the same to the bit alone or in a
 // batch.
 //
-// Quantized weights are unsigned numbers u. A word is masked, not shifted, before it becomes a float, so u comes out times a power of
-// two, and `prepare` divides the activations by that power first: both are exact.
-//   int8: w = unit * (u - 128), one unit for each output.
-//   int4: w = unit * (scale * u + least), scale and least integers for each output and GROUP k's; they follow the group's words.
+// Quantized weights are w = unit * (scale * u + least): u unsigned, one unit for each output, scale and least integers for each output
+// and GROUP k's, which follow the group's words. A word is masked, not shifted, before it becomes a float, so u comes out times a
+// power of two, and `prepare` divides the activations by that power first: both are exact.
 #pragma once
 
 #include <vector>
@@ -19,10 +18,9 @@ namespace manta {
 
 constexpr int PANEL = LANES;
 constexpr int ROW_BLOCK = 96;  // rows, a multiple of MAX_ROWS
-constexpr int GROUP = 32;     // k's of int4 weights that share a scale
-constexpr int GROUP_WORDS = GROUP / 8 * PANEL + PANEL;  // of one panel: the numbers, then 16 scales and 16 leasts of 16 bits
+constexpr int GROUP = 32;      // k's of quantized weights that share a scale
 
-// Element types: how many k's a word holds, and how the j-th of them becomes a float. FACTOR(j) is what it comes out multiplied by.
+// Element types: how many k's a word holds, and how the j-th of them becomes a float.
 struct Float32 {
     static constexpr int STEP = 1;
     static Vector widen(Words words, int) { return as_floats(words); }
@@ -44,6 +42,10 @@ using Int4 = Unsigned<4>;
 
 template <typename E>
 constexpr bool IS_QUANTIZED = E::STEP > 2;
+template <typename E>
+constexpr int NUMBER_WORDS = GROUP / E::STEP * PANEL;  // of one group of a panel: the numbers
+template <typename E>
+constexpr int GROUP_WORDS = NUMBER_WORDS<E> + PANEL;   // and with 16 scales and 16 leasts of 16 bits
 
 template <typename E>
 struct PackedWeight {
@@ -54,13 +56,13 @@ struct PackedWeight {
     int64_t num_panels() const { return (num_outputs + PANEL - 1) / PANEL; }
     int64_t stride() const { return num_panels() * PANEL; }  // of a row of outputs
     int64_t padded_k() const {
-        constexpr int MULTIPLE = E::STEP == 8 ? GROUP : E::STEP;
+        constexpr int MULTIPLE = IS_QUANTIZED<E> ? GROUP : E::STEP;
         return (num_k + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
     }
     int64_t num_groups() const { return padded_k() / GROUP; }
-    int64_t panel_words() const { return E::STEP == 8 ? num_groups() * GROUP_WORDS : padded_k() / E::STEP * PANEL; }
-    // Floats of a prepared row of activations: the numbers, then the sums of each group (int4) or of all (int8).
-    int64_t prepared_stride() const { return padded_k() + (E::STEP == 8 ? num_groups() : E::STEP == 4 ? 1 : 0); }
+    int64_t panel_words() const { return IS_QUANTIZED<E> ? num_groups() * GROUP_WORDS<E> : padded_k() / E::STEP * PANEL; }
+    // Floats of a prepared row of activations: the numbers, then the sum of each group.
+    int64_t prepared_stride() const { return padded_k() + (IS_QUANTIZED<E> ? num_groups() : 0); }
     bool wants_preparation() const { return IS_QUANTIZED<E> || padded_k() != num_k; }
 };
 
@@ -71,12 +73,11 @@ void prepare(const float* row, const PackedWeight<E>& b, float* to) {
     std::fill(to + b.num_k, to + b.padded_k(), 0.0f);
     if constexpr (IS_QUANTIZED<E>) {
         float* sums = to + b.padded_k();
-        const int64_t size = E::STEP == 8 ? GROUP : b.padded_k();
-        for (int64_t first = 0; first < b.padded_k(); first += size) {
+        for (int64_t g = 0; g < b.num_groups(); ++g) {
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t k = first; k < first + size; ++k) sum += to[k];
-            sums[first / size] = E::STEP == 8 ? sum : sum * 128.0f;
+            for (int64_t k = g * GROUP; k < (g + 1) * GROUP; ++k) sum += to[k];
+            sums[g] = sum;
         }
         for (int64_t k = 0; k < b.padded_k(); k += E::STEP)
             UNROLL for (int j = 0; j < E::STEP; ++j) to[k + j] *= 1.0f / E::divisor(j);
@@ -122,7 +123,7 @@ void multiply_tile(const float* a, int64_t a_stride, const uint32_t* b, int64_t 
     UNROLL for (int r = 0; r < R; ++r) store_lanes(sum[r], c + r * c_stride);
 }
 
-// c += the products of one group of int4 weights, scaled. `b` holds the group's numbers, `scales` what follows them.
+// c += the products of one group of quantized weights, scaled. `b` holds the group's numbers, `scales` what follows them.
 template <int R, int P, typename E>
 inline __attribute__((always_inline)) void multiply_group(const float* a, const float* group_sums, int64_t a_stride, const uint32_t* b,
                                                           const uint32_t* scales, int64_t panel_stride, float* c, int64_t c_stride,
@@ -148,15 +149,12 @@ inline __attribute__((always_inline)) void multiply_group(const float* a, const 
     }
 }
 
-// From sums of u to outputs: for int8 less the 128 of every k, then times the units.
+// From sums in units to outputs.
 template <typename E>
-void finish(const float* a, int64_t num_rows, const PackedWeight<E>& b, int64_t first_panel, int64_t end_panel, float* c) {
+void finish(int64_t num_rows, const PackedWeight<E>& b, int64_t first_panel, int64_t end_panel, float* c) {
     if constexpr (IS_QUANTIZED<E>)
-        for (int64_t r = 0; r < num_rows; ++r) {
-            const float offset = E::STEP == 4 ? a[r * b.prepared_stride() + b.padded_k()] : 0.0f;
-            float* to = c + r * b.stride();
-            for (int64_t i = first_panel * PANEL; i < end_panel * PANEL; ++i) to[i] = (to[i] - offset) * b.units[i];
-        }
+        for (int64_t r = 0; r < num_rows; ++r)
+            for (int64_t i = first_panel * PANEL; i < end_panel * PANEL; ++i) c[r * b.stride() + i] *= b.units[i];
 }
 
 // R rows times P panels from `panel` on, straight from the packed weights. The last AHEAD words of each panel fetch the beginning of
@@ -167,11 +165,11 @@ void multiply_whole_k(const float* a, int64_t a_stride, const PackedWeight<E>& b
     const int64_t stride = b.panel_words(), skip = AHEAD + (P - 1) * stride;
     const uint32_t* from = b.panels + panel * stride;
     float* to = c + panel * PANEL;
-    if constexpr (E::STEP == 8) {
+    if constexpr (IS_QUANTIZED<E>) {
         clear(to, R, b.stride(), P * PANEL);
-        for (int64_t g = 0; g < b.num_groups(); ++g, from += GROUP_WORDS)
-            multiply_group<R, P, E>(a + g * GROUP, a + b.padded_k() + g, a_stride, from, from + GROUP / 8 * PANEL, stride, to, b.stride(),
-                                    (g + 1) * GROUP_WORDS + AHEAD <= stride ? AHEAD : skip);
+        for (int64_t g = 0; g < b.num_groups(); ++g, from += GROUP_WORDS<E>)
+            multiply_group<R, P, E>(a + g * GROUP, a + b.padded_k() + g, a_stride, from, from + NUMBER_WORDS<E>, stride, to, b.stride(),
+                                    (g + 1) * GROUP_WORDS<E> + AHEAD <= stride ? AHEAD : skip);
     } else {
         Vector sum[R][P * NUM_VECTORS];
         clear<R, P * NUM_VECTORS>(sum);
@@ -199,11 +197,11 @@ void multiply_few(const float* a, int64_t a_stride, int64_t num_rows, const Pack
 // Many rows: a block of a panel stays in the first-level cache while all rows go over it and the next block is fetched.
 template <typename E>
 void multiply_many(const float* a, int64_t a_stride, int64_t num_rows, const PackedWeight<E>& b, int64_t panel, float* c) {
-    constexpr int64_t BLOCK_K = 128 * E::STEP, BLOCK_WORDS = E::STEP == 8 ? BLOCK_K / GROUP * GROUP_WORDS : 128 * PANEL;
+    constexpr int64_t BLOCK_K = 128 * E::STEP, BLOCK_WORDS = IS_QUANTIZED<E> ? BLOCK_K / GROUP * GROUP_WORDS<E> : 128 * PANEL;
     const int64_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     const uint32_t* from = b.panels + panel * b.panel_words();
     float* to = c + panel * PANEL;
-    if constexpr (E::STEP == 8) clear(to, num_rows, b.stride(), PANEL);
+    if constexpr (IS_QUANTIZED<E>) clear(to, num_rows, b.stride(), PANEL);
     for (int64_t k = 0; k < b.padded_k(); k += BLOCK_K, from += BLOCK_WORDS) {
         const int64_t num_k = std::min(BLOCK_K, b.padded_k() - k);
         const uint32_t* next = from + b.panel_words() * num_k / b.padded_k();
@@ -215,11 +213,11 @@ void multiply_many(const float* a, int64_t a_stride, int64_t num_rows, const Pac
                 constexpr int R = decltype(rows)::value;
                 const float* a_rk = a + r * a_stride + k;
                 float* c_r = to + r * b.stride();
-                if constexpr (E::STEP == 8) {
+                if constexpr (IS_QUANTIZED<E>) {
                     const float* group_sums = a + r * a_stride + b.padded_k() + k / GROUP;
                     for (int64_t g = 0; g < num_k / GROUP; ++g) {
-                        const uint32_t* group = from + g * GROUP_WORDS;
-                        multiply_group<R, 1, E>(a_rk + g * GROUP, group_sums + g, a_stride, group, group + GROUP / 8 * PANEL, 0, c_r,
+                        const uint32_t* group = from + g * GROUP_WORDS<E>;
+                        multiply_group<R, 1, E>(a_rk + g * GROUP, group_sums + g, a_stride, group, group + NUMBER_WORDS<E>, 0, c_r,
                                                 b.stride(), 0);
                     }
                 } else {
@@ -258,7 +256,7 @@ void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float*
                     multiply_few(a_r, stride, num, b, first, end, c_r);
                 else
                     for (int64_t p = first; p < end; ++p) multiply_many(a_r, stride, num, b, p, c_r);
-                finish(a_r, num, b, first, end, c_r);
+                finish(num, b, first, end, c_r);
             }
         }
     }

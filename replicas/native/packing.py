@@ -1,8 +1,8 @@
 """Weights as the kernels read them, and back. Letters: N outputs, K inputs, W words, G groups of inputs.
 
 The layout is that of matmul.h: panels of 16 outputs, in each of them words of 32 bits with neighbouring inputs of one output.
-Quantization is symmetric with one unit an output (int8), or asymmetric in groups of 32 inputs (int4), always by rounding to
-nearest: no calibration data. `unpack` is the plain reference that tests compare with.
+Quantization is asymmetric in groups of 32 inputs, by rounding to nearest: no calibration data. `unpack` is the plain reference that
+tests compare with.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 PANEL = 16
 """Outputs that the kernels compute together; packed weights and result rows are padded to a multiple of it."""
 GROUP = 32
-"""Inputs that share a scale in int4; the size that GGUF files use, so weights that came from one lose next to nothing."""
-LAYOUT_VERSION = 1
+"""Inputs that share a scale; the size that GGUF files use, so weights that came from one lose next to nothing."""
+LAYOUT_VERSION = 2
 """Raised when packed weights change, so that what was cached before is packed again."""
 _CHUNK_ELEMENTS = 1 << 24
 """Weights quantized at a time: a bound on the memory for it."""
@@ -39,7 +39,11 @@ class Element(IntEnum):
     @property
     def k_multiple(self) -> int:
         """Inputs are padded with zeros to a multiple of it."""
-        return (1, 2, 4, GROUP)[self]
+        return (1, 2, GROUP, GROUP)[self]
+
+    @property
+    def bits(self) -> int:
+        return (32, 16, 8, 4)[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,20 +83,19 @@ def unpack(packed: PackedLinear) -> Tensor:
     """The weights [N, K] that the panels stand for, as float32."""
     num_panels = packed.panels_PW.shape[0]
     num_k = padded(packed.num_k, packed.element.k_multiple)
-    if packed.element is Element.INT4:
+    if packed.element.is_quantized:
+        num_words = GROUP * packed.element.bits // 32 * PANEL
         words_PGW = packed.panels_PW.view(num_panels, num_k // GROUP, -1)
-        bytes_ = words_PGW[:, :, : GROUP // 8 * PANEL].contiguous().view(torch.uint8).view(num_panels, -1, GROUP // 8, PANEL, 4)
-        bytes_ = bytes_.permute(0, 3, 1, 2, 4).reshape(num_panels * PANEL, -1, GROUP // 2)
-        u_NGK = torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).view(num_panels * PANEL, -1, GROUP).float()
-        terms = words_PGW[:, :, GROUP // 8 * PANEL :].contiguous().view(torch.int16).view(num_panels, -1, 2, PANEL).float()
+        bytes_ = words_PGW[:, :, :num_words].contiguous().view(torch.uint8).view(num_panels, num_k // GROUP, -1, PANEL, 4)
+        bytes_ = bytes_.permute(0, 3, 1, 2, 4).reshape(num_panels * PANEL, num_k // GROUP, -1)
+        u_NGK = bytes_ if packed.element is Element.INT8 else torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(2)
+        terms = words_PGW[:, :, num_words:].contiguous().view(torch.int16).view(num_panels, -1, 2, PANEL).float()
         scale_NG1, least_NG1 = (terms[:, :, i].transpose(1, 2).reshape(num_panels * PANEL, -1, 1) for i in (0, 1))
         weight_NK = (u_NGK * scale_NG1 + least_NG1).view(num_panels * PANEL, num_k)
     else:
-        dtype = {Element.FLOAT32: torch.float32, Element.BFLOAT16: torch.bfloat16, Element.INT8: torch.uint8}[packed.element]
+        dtype = torch.float32 if packed.element is Element.FLOAT32 else torch.bfloat16
         values = packed.panels_PW.view(dtype).view(num_panels, -1, PANEL, packed.element.k_multiple)
         weight_NK = values.transpose(1, 2).reshape(num_panels * PANEL, num_k).float()
-        if packed.element is Element.INT8:
-            weight_NK -= 128
     if packed.units_N is not None:
         weight_NK = weight_NK * packed.units_N[:, None]
     return weight_NK[: packed.num_outputs, : packed.num_k].contiguous()
@@ -101,12 +104,9 @@ def unpack(packed: PackedLinear) -> Tensor:
 def _pack_rows(weight_NK: Tensor, element: Element) -> tuple[Tensor, Tensor | None]:
     num_outputs, num_k = weight_NK.shape
     weight_NK = pad(weight_NK, (0, -num_k % element.k_multiple, 0, -num_outputs % PANEL))
-    if element is Element.INT4:
-        return _pack_int4(weight_NK.float())
-    units_N = None
-    if element is Element.INT8:
-        weight_NK, units_N = _quantize_int8(weight_NK.float())
-    return _panels(weight_NK, element.k_multiple).view(torch.int32).flatten(1), units_N
+    if element.is_quantized:
+        return _quantize(weight_NK.float(), element.bits)
+    return _panels(weight_NK, element.k_multiple).view(torch.int32).flatten(1), None
 
 
 def _panels(values_NK: Tensor, step: int) -> Tensor:
@@ -115,27 +115,17 @@ def _panels(values_NK: Tensor, step: int) -> Tensor:
     return values_NK.view(num_outputs // PANEL, PANEL, num_k // step, step).transpose(1, 2).contiguous()
 
 
-def _quantize_int8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes [N, K] and units [N]: weight = unit * (byte - 128)."""
-    units_N = _not_zero(weight_NK.abs().amax(1) / 127)
-    return (weight_NK / units_N[:, None]).round_().add_(128).to(torch.uint8), units_N
-
-
-def _pack_int4(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Panels of groups and units: weight = unit * (scale * nibble + least), with 16-bit integers for scale and least."""
-    num_outputs = weight_NK.shape[0]
-    weight_NGK = weight_NK.view(num_outputs, -1, GROUP)
-    units_N = _not_zero(weight_NK.abs().amax(1) / 32767)
-    weight_NGK = weight_NGK / units_N[:, None, None]
+def _quantize(weight_NK: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Panels of groups, and units: weight = unit * (scale * u + least), u of `bits` bits, scale and least 16-bit integers."""
+    num_outputs, most = weight_NK.shape[0], 2**bits - 1
+    units_N = weight_NK.abs().amax(1) / 32767
+    units_N = torch.where(units_N > 0, units_N, 1.0)  # a row of zeros needs one too
+    weight_NGK = weight_NK.view(num_outputs, -1, GROUP) / units_N[:, None, None]
     least_NG = weight_NGK.amin(-1).round_()
-    scale_NG = ((weight_NGK.amax(-1) - least_NG) / 15).round_().clamp_(min=1)
-    u_NGK = ((weight_NGK - least_NG[..., None]) / scale_NG[..., None]).round_().clamp_(0, 15).to(torch.uint8)
-    bytes_ = (u_NGK[..., ::2] | u_NGK[..., 1::2] << 4).view(num_outputs, -1)
-    words = _panels(bytes_, 4).view(torch.int32).view(num_outputs // PANEL, -1, GROUP // 8 * PANEL)
+    scale_NG = ((weight_NGK.amax(-1) - least_NG) / most).ceil_().clamp_(min=1)  # rounded down, it would not reach the largest
+    u_NGK = ((weight_NGK - least_NG[..., None]) / scale_NG[..., None]).round_().clamp_(0, most).to(torch.uint8)
+    if bits == 4:
+        u_NGK = u_NGK[..., ::2] | u_NGK[..., 1::2] << 4
+    words_PGW = _panels(u_NGK.view(num_outputs, -1), 4).view(torch.int32).view(num_outputs // PANEL, least_NG.shape[1], -1)
     terms = [_panels(term.to(torch.int16), 1).view(num_outputs // PANEL, -1, PANEL) for term in (scale_NG, least_NG)]
-    return torch.cat([words, torch.cat(terms, -1).view(torch.int32)], -1).flatten(1), units_N
-
-
-def _not_zero(units_N: Tensor) -> Tensor:
-    """A row of zeros needs a unit too."""
-    return torch.where(units_N > 0, units_N, 1.0)
+    return torch.cat([words_PGW, torch.cat(terms, -1).view(torch.int32)], -1).flatten(1), units_N

@@ -130,7 +130,7 @@ def _prepare_ours(
     from replicas.llm import LLM
     from replicas.text.tokenizer import Tokenizer
     from tests.bench import manta_engine
-    from tests.bench.roofline import INT4_BITS, measure_roofline, model_cost
+    from tests.bench.roofline import QUANTIZED_BITS, measure_roofline, model_cost
 
     most = max([task.cut.num_prompts, *task.sweep_sizes])
     quantization = task.engine.removeprefix("ours_") if task.engine in ("ours_int8", "ours_int4") else None
@@ -151,7 +151,7 @@ def _prepare_ours(
         found: dict[str, Any] = {"sweep": [asdict(row) for row in rows]}
         if rows and device.type == "cpu":
             cost = model_cost(task.model)
-            weight_bits = {"int8": 8.0, "int4": INT4_BITS}.get(quantization or "", 8.0 * getattr(torch, own).itemsize)
+            weight_bits = QUANTIZED_BITS.get(quantization or "", 8.0 * getattr(torch, own).itemsize)
             found |= {"cost": asdict(cost), "roofline": asdict(measure_roofline(cost, weight_bits))}
         return found
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-INT4_BITS = 5.0
-"""Of an int4 weight: four, and the scale and least of 16 bits each that 32 weights share."""
+QUANTIZED_BITS = {"int8": 9.0, "int4": 5.0}
+"""Of a quantized weight: its own, and the scale and least of 16 bits each that 32 weights share."""
 _MATMUL_ROWS = 2048
 _NUM_TRIES = 8
 

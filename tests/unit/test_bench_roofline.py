@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from replicas.native.packing import Element, pack
-from tests.bench.roofline import INT4_BITS, ModelCost, Roofline, measure_roofline, model_cost
+from tests.bench.roofline import QUANTIZED_BITS, ModelCost, Roofline, measure_roofline, model_cost
 
 ROOF = Roofline(weight_bytes=100, flops_per_token=200, bandwidth_bytes_per_s=1000.0, matmul_flops_per_s=10_000.0)
 
@@ -38,12 +38,13 @@ def test_model_cost_of_a_tied_llama_counts_its_linears(tmp_path: Path) -> None:
 
 
 def test_measure_roofline_counts_the_bytes_of_its_weights() -> None:
-    roof = measure_roofline(ModelCost(num_weights=10_000, num_head_weights=0, num_layers=1, attention_width=8), INT4_BITS)
+    roof = measure_roofline(ModelCost(num_weights=10_000, num_head_weights=0, num_layers=1, attention_width=8), QUANTIZED_BITS["int4"])
     assert roof.weight_bytes == 6_250
     assert roof.bandwidth_bytes_per_s > 0
     assert roof.matmul_flops_per_s > 0
 
 
-def test_int4_bits_are_what_a_packed_weight_takes() -> None:
-    packed = pack(torch.randn(32, 64), Element.INT4)
-    assert packed.panels_PW.numel() * 32 == INT4_BITS * 32 * 64
+def test_quantized_bits_are_what_packed_weights_take() -> None:
+    for name, bits in QUANTIZED_BITS.items():
+        packed = pack(torch.randn(32, 64), Element[name.upper()])
+        assert packed.panels_PW.numel() * 32 == bits * 32 * 64

@@ -30,23 +30,16 @@ def test_unpack_of_floats_gives_them_back(num_outputs: int, num_k: int, seed: in
 
 
 @settings(max_examples=40, deadline=None)
-@given(**shapes)
-def test_int8_is_within_half_a_unit_of_the_row(num_outputs: int, num_k: int, seed: int) -> None:
+@given(**shapes, element=st.sampled_from([Element.INT8, Element.INT4]))
+def test_quantized_weights_are_within_half_a_step_of_the_group(num_outputs: int, num_k: int, seed: int, element: Element) -> None:
     weight_NK = _weight(num_outputs, num_k, seed)
-    half_N1 = weight_NK.abs().amax(1, keepdim=True) / 127 / 2
-    assert bool(((unpack(pack(weight_NK, Element.INT8)) - weight_NK).abs() <= half_N1 * 1.001).all())
-
-
-@settings(max_examples=40, deadline=None)
-@given(**shapes)
-def test_int4_is_within_half_a_step_of_the_group(num_outputs: int, num_k: int, seed: int) -> None:
-    weight_NK = _weight(num_outputs, num_k, seed)
-    padded_NK = torch.nn.functional.pad(weight_NK, (0, -num_k % GROUP))
-    spread_NG = (padded_NK.view(num_outputs, -1, GROUP).amax(-1) - padded_NK.view(num_outputs, -1, GROUP).amin(-1)) / 15
-    half_NK = spread_NG.repeat_interleave(GROUP, 1)[:, :num_k] / 2
-    # Scale and least are integers in units of a 32767th of the row's largest weight: 15 steps carry half of one each.
-    slack_N1 = weight_NK.abs().amax(1, keepdim=True) / 32767 * 16
-    assert bool(((unpack(pack(weight_NK, Element.INT4)) - weight_NK).abs() <= half_NK + slack_N1).all())
+    padded_NGK = torch.nn.functional.pad(weight_NK, (0, -num_k % GROUP)).view(num_outputs, -1, GROUP)
+    num_steps = 2**element.bits - 1
+    step_NG = (padded_NGK.amax(-1) - padded_NGK.amin(-1)) / num_steps
+    half_NK = step_NG.repeat_interleave(GROUP, 1)[:, :num_k] / 2
+    # Scale and least are integers in units of a 32767th of the row's largest weight.
+    slack_N1 = weight_NK.abs().amax(1, keepdim=True) / 32767 * 2
+    assert bool(((unpack(pack(weight_NK, element)) - weight_NK).abs() <= half_NK + slack_N1).all())
 
 
 @pytest.mark.parametrize("element", [Element.INT8, Element.INT4])
