@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from router.policies import rendezvous_weight
 from router.snapshot import RECENT_WORK_S, CandidateScore, ClusterSnapshot, Decision, ReplicaSnapshot, RoutingRequest
 
-_COLD_BALANCE = 0.01
+_COLD_BALANCE = 0.03
 _MAX_UTILIZATION = 0.9
 _BUSY_UTILIZATION = 0.25
 

@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 from kvcache.hashing import BlockKey
 from replicas.stats import ReplicaStats
 
-RECENT_WORK_S = 300.0
-"""Time constant of `ReplicaSnapshot.recent_work_s`: long enough to average over bursts, short enough to forget a night."""
+RECENT_WORK_S = 900.0
+"""Time constant of `ReplicaSnapshot.recent_work_s`: about as long as a cache lives, for what fills it is this work; short
+enough to forget a night."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

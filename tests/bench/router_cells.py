@@ -1,6 +1,7 @@
 """Hit rate and balance of every policy: both Mooncake traces, 5,000 and 20,000 blocks of 512 tokens a replica, 4 replicas.
 
-No request carries a deadline, as in the references: with one, a prefix is given up where it would come too late (`--deadlines`).
+No request carries a deadline and none is assumed, as in the references: with one, a prefix is given up where it would come
+too late (`--deadlines`).
 
     python -m tests.bench.router_cells TRACE OUT_STEM
 """
@@ -40,7 +41,11 @@ def main() -> None:
         trace = [replace(asked, num_output_tokens=min(options.max_output_tokens, asked.num_output_tokens)) for asked in trace]
     timer = StepTimer(MODELS["8b"], DEVICES["h100"])
     config = SimulationConfig(has_deadlines=options.deadlines)
-    base = RouterConfig(prior_prefill_tokens_per_s=timer.prefill_tokens_per_s, max_queue_requests=len(trace))
+    base = RouterConfig(
+        prior_prefill_tokens_per_s=timer.prefill_tokens_per_s,
+        max_queue_requests=len(trace),
+        default_ttft_slo_s=RouterConfig().default_ttft_slo_s if options.deadlines else 86_400.0,
+    )
     runs: list[dict[str, object]] = []
     for num_blocks in (5_000, 20_000):
         cell: list[dict[str, object]] = [kept[num_blocks, policy] for policy in POLICIES if (num_blocks, policy) in kept]

@@ -6,7 +6,7 @@ import pytest
 
 from replicas.stats import ReplicaStats
 from router.scoring import ScoringPolicy, ScoringWeights
-from router.snapshot import CandidateScore, ClusterSnapshot, ReplicaSnapshot, RoutingRequest
+from router.snapshot import RECENT_WORK_S, CandidateScore, ClusterSnapshot, ReplicaSnapshot, RoutingRequest
 
 REPLICA = ReplicaSnapshot(
     replica_id="r0",
@@ -84,19 +84,20 @@ def test_eviction_costs_only_what_blank_blocks_do_not_hold() -> None:
 def test_balance_counts_recent_work_beyond_the_tolerance() -> None:
     replicas = [REPLICA._replace(replica_id=f"r{number}", recent_work_s=work_s) for number, work_s in enumerate((50.0, 51.0, 60.0))]
     balance = [dict(scored.terms)["balance"] for scored in score(REQUEST, *replicas, balance=0.1, tolerance=0.03)]
-    # a hundredth of each second settles ties; beyond 51.5 s each costs a tenth more
-    assert balance == pytest.approx([0.0, 0.01, 0.1 + 0.1 * 8.5])
+    # three hundredths of each second settle ties; beyond 51.5 s each costs a tenth more
+    assert balance == pytest.approx([0.0, 0.03, 0.3 + 0.1 * 8.5])
 
 
 def test_queueing_prices_prefill_by_utilization() -> None:
-    # 150 s of work in a window of 300 s: half busy, so one other second is lost for each of ours
-    assert terms(REPLICA._replace(recent_work_s=150.0), queueing=1.0)["queueing"] == pytest.approx(0.32)
+    # half busy, so one other second is lost for each of ours
+    assert terms(REPLICA._replace(recent_work_s=0.5 * RECENT_WORK_S), queueing=1.0)["queueing"] == pytest.approx(0.32)
     # and never more than at 90 % utilization
-    assert terms(REPLICA._replace(recent_work_s=900.0), queueing=1.0)["queueing"] == pytest.approx(9 * 0.32)
+    assert terms(REPLICA._replace(recent_work_s=3 * RECENT_WORK_S), queueing=1.0)["queueing"] == pytest.approx(9 * 0.32)
 
 
 def test_capacity_prices_work_alike_on_fast_and_slow_replicas_and_by_how_busy_they_are() -> None:
-    for work_s, share in ((300.0, 1.0), (75.0, 1.0), (37.5, 0.5), (0.0, 0.0)):  # seconds of work in the last 300
+    for utilization, share in ((1.0, 1.0), (0.25, 1.0), (0.125, 0.5), (0.0, 0.0)):
+        work_s = utilization * RECENT_WORK_S
         fast = with_stats(prefill_tokens_per_s=3_000.0)._replace(recent_work_s=work_s)
         cached = REPLICA._replace(num_cached_blocks=10, num_pending_blocks=10, recent_work_s=work_s)
         capacity = [dict(scored.terms)["capacity"] for scored in score(REQUEST, fast, cached, capacity=2.0)]
