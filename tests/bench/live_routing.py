@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -212,6 +213,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("build/live_routing"))
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a cluster must not be left behind
     run = {"conversations": conversations, "prediction": prediction, "priority": priority}[arguments.what]
     with ServedCluster(arguments.folder.resolve(), LAYOUTS[arguments.what]) as cluster:
         return asyncio.run(run(cluster, arguments))

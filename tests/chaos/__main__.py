@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("build/chaos"))
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a cluster must not be left behind
     folder = arguments.folder.resolve()
     with ServedCluster(folder, Layout()) as cluster:
         rounds = asyncio.run(run(cluster, arguments, folder / "report.json"))

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -129,6 +130,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("build/soak"))
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a cluster must not be left behind
     folder = arguments.folder.resolve()
     with ServedCluster(folder, Layout(num_replicas=2, num_gateways=1)) as cluster:
         processes, clients, faults = asyncio.run(run(cluster, arguments.minutes, arguments.clients, arguments.seed))
