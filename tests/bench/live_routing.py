@@ -41,6 +41,7 @@ async def conversations(cluster: ServedCluster, arguments: argparse.Namespace) -
     shares: list[float] = []
     work: Counter[str] = Counter()  # replica -> tokens computed there
     texts = _paragraphs()
+    system = " ".join(texts[-4:])  # what all of them begin with
     async with httpx.AsyncClient(timeout=300) as http:
 
         async def tokens(text: str) -> list[int]:
@@ -48,7 +49,7 @@ async def conversations(cluster: ServedCluster, arguments: argparse.Namespace) -
             return list((await http.post(f"{cluster.url}/tokenize", json=body)).json()["tokens"])
 
         async def converse(number: int) -> None:
-            text, before = f"Conversation {number}.", []
+            text, before = f"{system}\n\nConversation {number}.", []
             for turn in range(arguments.turns):
                 text += f"\n\nUser: {texts[number * arguments.turns + turn]}\nAssistant:"
                 prompt = await tokens(text)
