@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from replicas.step_arrays import StepArrays
 from replicas.step_plan import StepPlan
 
 
@@ -29,44 +30,33 @@ class StepTensors:
     max_query_len: int
     max_context_len: int
 
+    arrays: StepArrays
+    """The same step on the host, from which another rank can make its own."""
+
     @classmethod
     def of(cls, plan: StepPlan, block_size: int, device: torch.device) -> StepTensors:
-        chunks = plan.chunks
-        lens_R = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
-        context_R = np.array([chunk.start + chunk.num_tokens for chunk in chunks], dtype=np.int32)
-        starts_R1 = np.zeros(len(chunks) + 1, dtype=np.int32)
+        return cls.from_arrays(StepArrays.of(plan, block_size), device)
+
+    @classmethod
+    def from_arrays(cls, arrays: StepArrays, device: torch.device) -> StepTensors:
+        lens_R, context_R, tables_RM, block_size = arrays.lens_R, arrays.context_lens_R, arrays.block_tables_RM, arrays.block_size
+        starts_R1 = np.zeros(len(lens_R) + 1, dtype=np.int32)
         np.cumsum(lens_R, out=starts_R1[1:])
-        blocks_R = -(-context_R // block_size)
-        tables_RM = np.zeros((len(chunks), int(blocks_R.max())), dtype=np.int32)
-        token_ids: list[int] = []
-        for row, chunk in enumerate(chunks):
-            tables_RM[row, : blocks_R[row]] = chunk.state.block_ids[: blocks_R[row]]
-            token_ids += chunk.state.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-        row_T = np.repeat(np.arange(len(chunks)), lens_R)
-        positions_T = np.arange(len(token_ids)) - starts_R1[row_T] + (context_R - lens_R)[row_T]
+        row_T = np.repeat(np.arange(len(lens_R)), lens_R)
+        positions_T = np.arange(len(row_T)) - starts_R1[row_T] + (context_R - lens_R)[row_T]
         slots_T = tables_RM[row_T, positions_T // block_size].astype(np.int64) * block_size + positions_T % block_size
         return cls(
-            token_ids_T=_tensor(np.array(token_ids, dtype=np.int64), device),
+            token_ids_T=_tensor(arrays.token_ids_T.astype(np.int64), device),
             positions_T=_tensor(positions_T.astype(np.int64), device),
             slots_T=_tensor(slots_T, device),
             query_starts_R1=_tensor(starts_R1, device),
             context_lens_R=_tensor(context_R, device),
             block_tables_RM=_tensor(tables_RM, device),
-            logit_rows=_tensor(_logit_rows(plan, starts_R1), device),
+            logit_rows=_tensor(arrays.logit_rows_N.astype(np.int64), device),
             max_query_len=int(lens_R.max()),
             max_context_len=int(context_R.max()),
+            arrays=arrays,
         )
-
-
-def _logit_rows(plan: StepPlan, starts_R1: np.ndarray) -> np.ndarray:
-    samples_R = np.array([chunk.samples for chunk in plan.chunks], dtype=bool)
-    last_rows = (starts_R1[1:][samples_R] - 1).astype(np.int64)
-    scored_rows = [
-        np.arange(chunk.scored.start, chunk.scored.stop, dtype=np.int64) + int(start) - chunk.start
-        for chunk, start in zip(plan.chunks, starts_R1, strict=False)
-        if chunk.scored
-    ]
-    return np.sort(np.concatenate([*scored_rows, last_rows])) if scored_rows else last_rows
 
 
 def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
