@@ -15,6 +15,8 @@ from replicas.engine_config import EngineConfig
 from replicas.handoffs import Handoffs
 from replicas.model_description import ModelDescription
 from replicas.model_runner import ModelRunner
+from replicas.parallel.launcher import RankLauncher
+from replicas.parallel.leader import Leader
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
 from replicas.sampler import BAD_LOGITS, SampledTokens, Sampler
 from replicas.sampling_state import SamplingState
@@ -45,12 +47,15 @@ class Engine:
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
         handoffs: Handoffs | None = None,
+        leader: Leader | None = None,
     ) -> None:
-        """`handoffs` lets it exchange KV with other engines; every engine computes prefills and decodes alike."""
+        """`handoffs` lets it exchange KV with other engines; every engine computes prefills and decodes alike. `leader` owns
+        the other ranks, which `runner` talks to."""
         self.description = description
         self.scheduler = scheduler
         self.handoffs = handoffs
         self._runner = runner
+        self._leader = leader
         self._sampler = sampler
         self._device = device
         self._clock = clock
@@ -59,11 +64,12 @@ class Engine:
         self._num_failed_steps = 0  # in a row
 
     @classmethod
-    def load(cls, config: EngineConfig) -> Engine:
-        """Loads the model and sizes everything. Raises ValueError (UnsupportedModel among them) naming the fix."""
+    def load(cls, config: EngineConfig, launcher: RankLauncher | None = None) -> Engine:
+        """Loads the model and sizes everything. `launcher` starts further ranks elsewhere than on this machine. Raises
+        ValueError (UnsupportedModel among them) naming the fix."""
         from replicas.engine_loader import load_engine
 
-        return load_engine(config)
+        return load_engine(config, launcher=launcher)
 
     @property
     def tokenizer_source(self) -> str:
@@ -199,6 +205,13 @@ class Engine:
             self.cancel(key)
         if self.handoffs is not None:
             self.handoffs.close()
+        if self._leader is not None:
+            self._leader.close()
+
+    def check_ranks(self) -> None:
+        """Raises RankLost once another rank of this replica is lost, whether or not there is work. Any thread may ask."""
+        if self._leader is not None:
+            self._leader.check()
 
     def _collect_loads(self) -> list[RequestProgress]:
         """Requests whose KV has come from another replica may go on from here."""

@@ -8,18 +8,34 @@ from typing import Literal, get_args
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Role = Literal["unified", "prefill", "decode"]
+Backend = Literal["auto", "gloo", "nccl"]
 Runner = Literal["auto", "native", "transformers"]
 Quantization = Literal["int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How many devices one replica spreads over. Only tensor parallelism has an implementation to come first."""
+    """How the ranks of one replica work together. Of the ways to divide a model only tensor parallelism is implemented."""
 
-    tensor_parallel_size: int = 1
+    backend: Backend = "auto"
+    """Of torch.distributed: auto is nccl on CUDA and gloo on a CPU. gloo on CUDA lets ranks share a device."""
+    init_deadline_s: float = 300.0
+    """From the start of the ranks until all can take steps, loading included."""
+    rank_deadline_s: float = 15.0
+    """A rank without a sign of life for so long, or one that the others wait for in a step, takes its replica down."""
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     expert_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.backend not in get_args(Backend):
+            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}")
+        for name in ("init_deadline_s", "rank_deadline_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("pipeline_parallel_size", "data_parallel_size", "expert_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ValueError(f"{name} above 1 is not supported by this version; use tensor_parallel_size, or more replicas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +77,21 @@ class EngineConfig:
     """How long KV waits for a decode replica that says nothing, before its blocks are taken back."""
     transfer_host: str = "127.0.0.1"
     """Address on which the replica's transfer server listens, and under which others reach it."""
+    tensor_parallel_size: int = 1
+    """Ranks that each hold a part of the model: GPUs, or processes that share the cores of a CPU. `kv_cache_bytes`,
+    `gpu_memory_utilization` and `num_threads` are those of each rank."""
     parallel: ParallelConfig = ParallelConfig()
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_bytes", "num_threads"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "kv_cache_bytes",
+            "num_threads",
+            "tensor_parallel_size",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -82,5 +109,5 @@ class EngineConfig:
             raise ValueError(f"kv_lease_s must be above 0, got {self.kv_lease_s}")
         if not self.max_step_s > 0:
             raise ValueError(f"max_step_s must be above 0, got {self.max_step_s}")
-        if self.parallel != ParallelConfig():
-            raise ValueError("parallel sizes above 1 are not supported by this version; leave tensor_parallel_size at 1")
+        if self.tensor_parallel_size > 1 and self.role != "unified":
+            raise ValueError(f"role {self.role!r} needs tensor_parallel_size 1: ranks do not hand over KV; use role 'unified'")

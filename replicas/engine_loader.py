@@ -14,20 +14,23 @@ import torch
 from kvcache.block_pool import BlockPool
 from kvcache.hashing import CacheIdentity
 from kvcache.prefix_cache import BlockKeyChain
-from kvcache.tensors import KVTensors, bytes_per_token
+from kvcache.tensors import bytes_per_token
 from replicas.attention.backend import LayerCall
-from replicas.attention.selection import select_backend
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig, Quantization
 from replicas.handoff_wiring import HandoffWiring, ProcessGroupWiring
-from replicas.kv_sizing import KVSize, cpu_budget_bytes, size_kv
+from replicas.kv_sizing import KVSize
 from replicas.model_description import ModelDescription
-from replicas.model_loader import LoadedModel, load_model
-from replicas.model_runner import ModelRunner, TransformersRunner, kv_groups, probe_layers, transformers_logits
+from replicas.model_loader import LoadedModel, ModelChoice, choose_model, load_model
+from replicas.model_runner import ModelRunner, kv_groups, transformers_logits
 from replicas.model_support import UnsupportedModel
-from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch
-from replicas.native.packed_cache import PackedCache, content_key
+from replicas.native.decoder import NativeMismatch
 from replicas.native.sampling import NativeDraw
+from replicas.parallel.collectives import Alone
+from replicas.parallel.launcher import LocalLauncher, RankLauncher
+from replicas.parallel.leader import Leader, threads_per_rank
+from replicas.parallel.reference import checkpoint_values, streamed_logits
+from replicas.rank_model import MAX_BUDGET_TOKENS, RankModel
 from replicas.request import GenerationRequest
 from replicas.request_state import RequestState
 from replicas.sampler import Sampler
@@ -38,7 +41,9 @@ from replicas.step_tensors import StepTensors
 
 logger = logging.getLogger(__name__)
 
-MIN_BUDGET_TOKENS, MAX_BUDGET_TOKENS = 128, 8192
+MIN_BUDGET_TOKENS = 128
+FINGERPRINT_VALUES = 16
+"""Of each parameter."""
 MAX_SCORED_LOGITS = 1 << 25
 """Of one step, kept for prompt_logprobs: 128 MiB in float32, whatever the prompt and the budget."""
 CHECK_TOKENS = 48
@@ -49,50 +54,56 @@ CHECK_TOLERANCE_QUANTIZED: dict[Quantization, float] = {"int8": 0.15, "int4": 0.
 """The same with weights that differ from transformers' by their rounding. Unrelated logits differ by 1.1 deviations."""
 
 
-def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None) -> Engine:
-    """`wiring` says how handoffs travel; None takes what the role needs. Raises ValueError with one line that names the fix."""
+def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None, launcher: RankLauncher | None = None) -> Engine:
+    """`wiring` says how handoffs travel; None takes what the role needs. `launcher` starts the other ranks of a replica; None
+    starts processes of this machine. Raises ValueError with one line that names the fix."""
     wiring = wiring or (None if config.role == "unified" else ProcessGroupWiring())
+    if config.tensor_parallel_size > 1:
+        config = replace(config, num_threads=threads_per_rank(config))
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    loaded = load_model(config)
+    choice = choose_model(config)
     try:
-        return _assemble(config, loaded, wiring)
+        return _load(config, choice, wiring, launcher)
     except NativeMismatch as error:
         if config.quantization is not None:
-            raise ValueError(f"quantization {config.quantization!r} cannot serve {loaded.source}: {error}; leave it out") from error
+            raise ValueError(f"quantization {config.quantization!r} cannot serve {choice.source}: {error}; leave it out") from error
         if config.runner == "native":
-            raise ValueError(f"runner 'native' cannot serve {loaded.source}: {error}; use 'auto' or 'transformers'") from error
+            raise ValueError(f"runner 'native' cannot serve {choice.source}: {error}; use 'auto' or 'transformers'") from error
         logger.warning("loading again for the transformers runner: %s", error)
-    return _assemble(config, load_model(replace(config, runner="transformers")), wiring)
+    config = replace(config, runner="transformers")
+    return _load(config, choose_model(config), wiring, launcher)
 
 
-def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring | None) -> Engine:
+def _load(config: EngineConfig, choice: ModelChoice, wiring: HandoffWiring | None, launcher: RankLauncher | None) -> Engine:
+    if config.tensor_parallel_size == 1:
+        return _assemble(config, load_model(choice, Alone()), wiring, None)
+    leader = Leader(config, choice, launcher or LocalLauncher())
+    try:
+        loaded = load_model(choice, leader.group)
+        logger.info("rank 0: %s", loaded.part)
+        return _assemble(config, loaded, wiring, leader)
+    except RuntimeError as error:
+        reason = leader.explain(error)
+        leader.close()
+        raise reason from error
+    except BaseException:
+        leader.close()
+        raise
+
+
+def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring | None, leader: Leader | None) -> Engine:
     fingerprint = _fingerprint(loaded, config)
-    calls = probe_layers(loaded.model)
-    backend = None
-    if loaded.native_library is None:
-        backend = select_backend(config.attention_backend, calls.values(), loaded.dtype, loaded.device)
-    size = _size(config, loaded, calls)
-    kv = KVTensors(
-        kv_groups(calls),
-        layout=LAYOUT if backend is None else backend.layout,
-        num_blocks=size.num_blocks,
-        block_size=config.block_size,
-        dtype=loaded.dtype,
-        device=loaded.device,
-    )
+    rank = RankModel.allocate(config, loaded, Alone() if leader is None else leader.group)
+    size = rank.size
     check = _SelfCheck(loaded, size.max_model_len, config.quantization)
-    runner: ModelRunner
-    if backend is None:
-        assert loaded.native_library is not None
-        cache = None if config.quantization is None else PackedCache(content_key(loaded.model, config.quantization))
-        runner = NativeDecoder(loaded.native_library, loaded.model, calls, kv, quantization=config.quantization, cache=cache)
-    else:
-        runner = TransformersRunner(loaded.model, backend, kv)
+    runner = rank.runner(config.quantization)
+    if leader is not None:
+        runner = leader.lead(runner)
     dry_run = _DryRun(runner, loaded, config.block_size, size)
-    check.compare(dry_run, is_native=backend is None)
+    check.compare(dry_run, is_native=rank.backend is None)
     budget = config.max_num_batched_tokens or dry_run.budget_for(config.max_step_s, config.max_num_seqs)
-    _log_choices(config, loaded, size, budget, calls)
+    _log_choices(config, loaded, size, budget, rank.calls)
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -111,12 +122,13 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         block_size=config.block_size,
         dtype=str(loaded.dtype).removeprefix("torch."),
         tokenizer_source=loaded.source,
-        runner="native" if backend is None else "transformers",
+        runner="native" if rank.backend is None else "transformers",
         quantization=config.quantization or "none",
+        tensor_parallel_size=config.tensor_parallel_size,
         weights_version=config.weights_version,
         fingerprint=fingerprint,
     )
-    handoffs = None if wiring is None else wiring.attach(config, scheduler, kv, fingerprint)
+    handoffs = None if wiring is None else wiring.attach(config, scheduler, rank.kv, fingerprint)
     # What was made so far stays for good: keeping it out of collections spares each of them the walk over the model.
     gc.collect()
     gc.freeze()
@@ -127,47 +139,22 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         description=description,
         device=loaded.device,
         handoffs=handoffs,
+        leader=leader,
     )
 
 
 def _fingerprint(loaded: LoadedModel, config: EngineConfig) -> str:
-    """Of names, shapes, some values and the quantization of the weights, so that it depends on no path and no machine."""
+    """Of names, shapes, some values and the quantization of the weights, so that it depends on no path, machine or number of ranks."""
     digest = hashlib.sha256(f"{loaded.model.config.model_type} {config.weights_version} {config.quantization}".encode())
-    for name, parameter in sorted(loaded.model.named_parameters()):
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().flatten()[:16].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _size(config: EngineConfig, loaded: LoadedModel, calls: Mapping[int, LayerCall]) -> KVSize:
-    if loaded.device.type == "cuda":
-        budget_bytes, reason = _cuda_budget_bytes(config, loaded)
+    if loaded.part is not None:
+        parameters = checkpoint_values(loaded.choice, FINGERPRINT_VALUES)
     else:
-        budget_bytes, reason = cpu_budget_bytes(config.kv_cache_bytes)
-    return size_kv(
-        budget_bytes=budget_bytes,
-        budget_reason=reason,
-        bytes_per_token=bytes_per_token(kv_groups(calls), loaded.dtype),
-        block_size=config.block_size,
-        wanted_len=config.max_model_len,
-        max_positions=loaded.max_positions,
-        max_num_seqs=config.max_num_seqs,
-    )
-
-
-def _cuda_budget_bytes(config: EngineConfig, loaded: LoadedModel) -> tuple[int, str]:
-    """What `gpu_memory_utilization` leaves after the weights and the activations of a full step."""
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes, "kv_cache_bytes"
-    num_tokens = config.max_num_batched_tokens or MAX_BUDGET_TOKENS
-    torch.cuda.reset_peak_memory_stats(loaded.device)
-    before = torch.cuda.memory_allocated(loaded.device)
-    probe_layers(loaded.model, num_tokens)
-    activations = torch.cuda.max_memory_allocated(loaded.device) - before
-    free, total = torch.cuda.mem_get_info(loaded.device)
-    budget = int(total * config.gpu_memory_utilization) - (total - free) - activations
-    reason = f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / 2**30:.1f} GiB after weights and activations"
-    return max(budget, 0), reason
+        named = sorted(loaded.model.named_parameters())
+        parameters = [(name, tuple(one.shape), one.detach().flatten()[:FINGERPRINT_VALUES]) for name, one in named]
+    for name, shape, values in parameters:
+        digest.update(f"{name} {shape}".encode())
+        digest.update(values.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class _DryRun:
@@ -227,7 +214,11 @@ class _SelfCheck:
             self._allowed = CHECK_TOLERANCE_QUANTIZED[quantization]
         num_tokens = min(CHECK_TOKENS, max_model_len, loaded.max_positions or CHECK_TOKENS)
         self._token_ids = _spread_token_ids(num_tokens, loaded.vocab_size)
-        self._expected_TV = transformers_logits(loaded.model, torch.tensor(self._token_ids, device=loaded.device))
+        token_ids_T = torch.tensor(self._token_ids, device=loaded.device)
+        if loaded.part is None:
+            self._expected_TV = transformers_logits(loaded.model, token_ids_T)
+        else:
+            self._expected_TV = streamed_logits(loaded.choice, token_ids_T)
 
     def compare(self, dry_run: _DryRun, *, is_native: bool) -> None:
         """Raises UnsupportedModel, or NativeMismatch for the native runner, when the logits differ."""

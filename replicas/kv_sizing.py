@@ -67,12 +67,13 @@ def size_kv(
     return KVSize(num_blocks=min(fitting, useful), max_model_len=max_len, reason=reason)
 
 
-def cpu_budget_bytes(kv_cache_bytes: int | None) -> tuple[int, str]:
-    """Bytes for KV on a CPU, and why."""
+def cpu_budget_bytes(kv_cache_bytes: int | None, num_sharing: int = 1) -> tuple[int, str]:
+    """Bytes for KV on a CPU, and why. What is free is divided by the `num_sharing` processes that take of it at once."""
     if kv_cache_bytes is not None:
         return kv_cache_bytes, "kv_cache_bytes"
     available = min(psutil.virtual_memory().available, _cgroup_available_bytes())
-    return int(available * CPU_MEMORY_SHARE), f"{CPU_MEMORY_SHARE:.0%} of {available / 2**30:.1f} GiB available"
+    reason = f"{CPU_MEMORY_SHARE:.0%} of {available / 2**30:.1f} GiB available"
+    return int(available * CPU_MEMORY_SHARE) // num_sharing, reason if num_sharing == 1 else f"a part in {num_sharing} of {reason}"
 
 
 def _cgroup_available_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -21,6 +21,7 @@ class ModelDescription:
     """What runs the steps: "native" or "transformers" (the slower one on a CPU)."""
     quantization: str = "none"
     """Of the weights: "int8", "int4" or "none"."""
+    tensor_parallel_size: int = 1
     weights_version: str = ""
     fingerprint: str = ""
     """Of the weights and the shape of their KV: replicas with equal ones may hand KV to each other."""

@@ -17,6 +17,8 @@ from replicas.engine_config import EngineConfig
 from replicas.model_support import UnsupportedModel, check_supported
 from replicas.native.build import NativeUnavailable, load_native_library
 from replicas.native.decoder import why_not_native
+from replicas.parallel.collectives import RankGroup
+from replicas.parallel.sharded_model import LoadedPart, load_part
 
 logger = logging.getLogger(__name__)
 
@@ -24,22 +26,49 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A model on its device, and what the engine must know of it."""
+class ModelChoice:
+    """Which model is loaded and how, with nothing left to decide."""
 
-    model: PreTrainedModel
     source: str
     """Folder or Hugging Face id; the tokenizer comes from there too."""
+    hf_config: Any
+    trust_remote_code: bool
     dtype: torch.dtype
     device: torch.device
-    vocab_size: int
-    max_positions: int | None
-    eos_token_ids: frozenset[int]
     native_library: ctypes.CDLL | None
     """The kernels that can run this model's whole step, if they can."""
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model on its device, or this rank's part of one, and what the engine must know of it."""
+
+    model: PreTrainedModel
+    choice: ModelChoice
+    vocab_size: int
+    max_positions: int | None
+    eos_token_ids: frozenset[int]
+    part: LoadedPart | None
+    """What this rank holds; None when that is everything."""
+
+    @property
+    def source(self) -> str:
+        return self.choice.source
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.choice.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.choice.device
+
+    @property
+    def native_library(self) -> ctypes.CDLL | None:
+        return self.choice.native_library
+
+
+def choose_model(config: EngineConfig) -> ModelChoice:
     """Raises UnsupportedModel for what cannot be served, ValueError for what cannot be found; each names the fix."""
     source = str(prepare_default_model()) if config.model is None else _expanded(config.model)
     hf_config = _load_config(source, config.trust_remote_code)
@@ -52,26 +81,46 @@ def load_model(config: EngineConfig) -> LoadedModel:
             raise ValueError(f"quantization {config.quantization!r} needs dtype float32 or bfloat16, not {config.dtype}")
         native_library = None
     logger.info("dtype %s on %s: %s", str(dtype).removeprefix("torch."), device, reason)
-    start_s = time.monotonic()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=config.trust_remote_code, attn_implementation="eager"
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise UnsupportedModel(f"cannot load {source}: {_first_line(error)}") from error
-    model = model.to(device).eval().requires_grad_(False)
-    logger.info("loaded %s (%s) in %.1f s", source, type(model).__name__, time.monotonic() - start_s)
-    text_config = model.config.get_text_config(decoder=True)
-    return LoadedModel(
-        model=model,
+    return ModelChoice(
         source=source,
+        hf_config=hf_config,
+        trust_remote_code=config.trust_remote_code,
         dtype=dtype,
         device=device,
+        native_library=native_library,
+    )
+
+
+def load_model(choice: ModelChoice, group: RankGroup) -> LoadedModel:
+    """All of the model when `group` is one rank, else this rank's part. Raises UnsupportedModel, and ValueError for a size of
+    the group that cannot divide the model."""
+    start_s = time.monotonic()
+    part = None
+    if group.size > 1:
+        model, part = load_part(choice.hf_config, choice.source, choice.dtype, choice.device, group, choice.trust_remote_code)
+    else:
+        model = _load_whole(choice)
+    logger.info("loaded %s (%s) in %.1f s", choice.source, type(model).__name__, time.monotonic() - start_s)
+    text_config = choice.hf_config.get_text_config(decoder=True)
+    return LoadedModel(
+        model=model,
+        choice=choice,
         vocab_size=int(text_config.vocab_size),
         max_positions=getattr(text_config, "max_position_embeddings", None),
         eos_token_ids=_eos_token_ids(model),
-        native_library=native_library,
+        part=part,
     )
+
+
+def _load_whole(choice: ModelChoice) -> PreTrainedModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            choice.source, dtype=choice.dtype, trust_remote_code=choice.trust_remote_code, attn_implementation="eager"
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise UnsupportedModel(f"cannot load {choice.source}: {_first_line(error)}") from error
+    whole: PreTrainedModel = model.to(choice.device).eval().requires_grad_(False)
+    return whole
 
 
 def resolve_device(name: str) -> torch.device:

@@ -133,10 +133,11 @@ class NativeDecoder:
         self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = model.model.rotary_emb
         self._cos_PD = self._sin_PD = torch.empty(0)
         call = calls[0]
-        self._head_dim, self._vocab_size = call.k_dim, config.vocab_size
         head = model.lm_head.weight
         embedding = model.model.embed_tokens.weight.detach()
         self._keep.append(embedding)
+        self._head_dim, self._vocab_size = call.k_dim, head.shape[0]
+        intermediate_size = model.model.layers[0].mlp.down_proj.weight.shape[1]
         layers = (_Layer * len(calls))()
         for index, (to, layer) in enumerate(zip(layers, model.model.layers, strict=True)):
             self._fill_layer(to, f"layers.{index}", layer, calls[index], kv.layer(index))
@@ -160,7 +161,7 @@ class NativeDecoder:
             num_heads=call.num_heads,
             num_kv_heads=call.num_kv_heads,
             head_dim=call.k_dim,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=intermediate_size,
             block_size=kv.block_size,
             norm_eps=model.model.norm.variance_epsilon,
             scale=call.scale,
@@ -264,22 +265,24 @@ class SegmentedDecoder(NativeDecoder):
         model: PreTrainedModel,
         calls: Mapping[int, LayerCall],
         kv: KVTensors,
-        all_reduce: Callable[[torch.Tensor], None] = lambda delta: None,
+        all_reduce: Callable[[torch.Tensor], object] = lambda delta: None,
         **settings: Any,
     ) -> None:
         super().__init__(library, model, calls, kv, **settings)
         self._all_reduce = all_reduce
 
     def _run(self, step: _Step) -> None:
-        width = padded(self._decoder.hidden_size)
-        memory = (ctypes.c_float * (step.num_tokens * width)).from_address(step.delta)
-        delta_TH = torch.frombuffer(memory, dtype=torch.float32).view(step.num_tokens, width)
+        delta_TH = _floats_at(step.delta, step.num_tokens, padded(self._decoder.hidden_size))
         self._segment(step, self.EMBED)
+        self._complete_embedding(_floats_at(step.hidden, step.num_tokens, self._decoder.hidden_size))
         for layer in range(self._decoder.num_layers):
             for segment in (self.ATTENTION, self.MLP):
                 self._segment(step, segment, layer)
                 self._all_reduce(delta_TH)
         self._segment(step, self.LOGITS)
+
+    def _complete_embedding(self, hidden_TH: torch.Tensor) -> None:
+        """What is to do when a rank holds a part of the table: nothing here."""
 
     def _segment(self, step: _Step, segment: int, layer: int = 0) -> None:
         self._library.manta_decoder_segment(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.c_int32(segment), ctypes.c_int64(layer))
@@ -292,3 +295,8 @@ def _why_not_layers(calls: Mapping[int, LayerCall]) -> str | None:
     if any(call.softcap is not None for call in calls.values()):
         return "it caps attention scores"
     return "its keys and values differ in size" if calls[0].k_dim != calls[0].v_dim else None
+
+
+def _floats_at(address: int, num_rows: int, width: int) -> torch.Tensor:
+    memory = (ctypes.c_float * (num_rows * width)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.float32).view(num_rows, width)

@@ -5,50 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    T5Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MambaConfig, T5Config
 
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
-from replicas.model_loader import load_model
+from replicas.model_loader import choose_model
 from replicas.model_support import UnsupportedModel
 from replicas.sampling_params import SamplingParams
 from tests.engine_harness import requests_for, run
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-NUM_OUTPUT = 24
-
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES),
-    "llama-untied": LlamaConfig(**{**SIZES, "vocab_size": 100, "intermediate_size": 56}, attention_bias=True, tie_word_embeddings=False),
-    "llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
-    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
-    "qwen3": Qwen3Config(**SIZES),
-    "mistral": MistralConfig(**SIZES, sliding_window=9),
-    "gemma2": Gemma2Config(**SIZES, sliding_window=9, attn_logit_softcapping=5.0, final_logit_softcapping=10.0, query_pre_attn_scalar=16),
-    "gemma3": Gemma3TextConfig(**SIZES, sliding_window=9, query_pre_attn_scalar=16),
-    "gpt2": GPT2Config(vocab_size=128, n_embd=32, n_layer=3, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2),
-    "phi3": Phi3Config(**{key: value for key, value in SIZES.items() if key != "head_dim"}, sliding_window=9),
-}
+from tests.tiny_models import CONFIGS, NATIVE_FAMILIES, SIZES, generated_by_transformers, save_tiny_model, tiny_prompts
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +23,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def folder(name: str) -> Path:
         if name not in folders:
-            torch.manual_seed(len(name))
-            model = AutoModelForCausalLM.from_config(CONFIGS[name])
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(3)  # so that greedy choices are not near ties
-            folders[name] = tmp_path_factory.mktemp(name)
-            model.save_pretrained(folders[name])
+            folders[name] = save_tiny_model(name, tmp_path_factory.mktemp(name))
         return folders[name]
 
     return folder
@@ -75,23 +34,7 @@ def _engine(folder: Path, **settings: Any) -> Engine:
     return Engine.load(EngineConfig(model=str(folder), **{**defaults, **settings}))
 
 
-def _prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 100, (length,), generator=generator).tolist() for length in (1, 5, 23, 40)]
-
-
-def _expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    return [
-        model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), max_new_tokens=NUM_OUTPUT, do_sample=False)[
-            0, len(p) :
-        ].tolist()
-        for p in prompts
-    ]
-
-
-NATIVE_FAMILIES = ("llama", "llama-untied", "llama3-rope", "qwen2", "qwen3", "mistral")
+NUM_OUTPUT = 24
 RUNS = [
     *((name, {"runner": "native"}) for name in NATIVE_FAMILIES),
     *((name, {"runner": "transformers", "attention_backend": backend}) for name in CONFIGS for backend in ("native", "reference")),
@@ -104,8 +47,8 @@ def test_engine_with_a_tiny_model_equals_generate(folder_of: Any, name: str, set
     engine = _engine(folder, max_num_batched_tokens=13, **settings)
     assert engine.description.runner == settings["runner"]
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
-    prompts = _prompts()
-    expected = _expected(folder, prompts)
+    prompts = tiny_prompts()
+    expected = generated_by_transformers(folder, prompts, NUM_OUTPUT)
     cold = run(engine, requests_for(prompts, greedy, prefix="cold"))
     hot = run(engine, requests_for(prompts, greedy, prefix="hot"))
     assert [g.token_ids for g in cold] == expected
@@ -171,5 +114,5 @@ def test_load_with_settings_that_cannot_work_names_the_fix(folder_of: Any, setti
 def test_model_under_the_home_folder_is_found_by_its_short_name(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of("gpt2")
     monkeypatch.setenv("HOME", str(folder.parent))
-    loaded = load_model(EngineConfig(model=f"~/{folder.name}", device="cpu", runner="transformers"))
-    assert loaded.source == str(folder)
+    choice = choose_model(EngineConfig(model=f"~/{folder.name}", device="cpu", runner="transformers"))
+    assert choice.source == str(folder)

@@ -1,0 +1,103 @@
+"""What one rank computes with: its part of the model, its KV memory, and the runner over both. Every rank makes its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvcache.tensors import KVTensors, bytes_per_token
+from replicas.attention.backend import AttentionBackend, LayerCall
+from replicas.attention.selection import select_backend
+from replicas.engine_config import EngineConfig, Quantization
+from replicas.kv_sizing import KVSize, cpu_budget_bytes, size_kv
+from replicas.model_loader import LoadedModel
+from replicas.model_runner import ModelRunner, TransformersRunner, kv_groups, probe_layers
+from replicas.native.decoder import LAYOUT, NativeDecoder
+from replicas.native.packed_cache import PackedCache, content_key
+from replicas.parallel.collectives import RankGroup
+from replicas.parallel.native_shard import ShardedDecoder
+
+MAX_BUDGET_TOKENS = 8192
+"""Most tokens that a step is ever made for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankModel:
+    """A loaded model with memory for its KV; KV heads and weights are those of this rank alone."""
+
+    loaded: LoadedModel
+    calls: Mapping[int, LayerCall]  # layer index -> call
+    backend: AttentionBackend | None
+    """None: the native runner has its own."""
+    size: KVSize
+    """The same on every rank."""
+    kv: KVTensors
+    group: RankGroup
+
+    @classmethod
+    def allocate(cls, config: EngineConfig, loaded: LoadedModel, group: RankGroup) -> RankModel:
+        """All ranks call this at the same time. Raises ValueError with one line that names the fix."""
+        calls = probe_layers(loaded.model)
+        backend = None
+        if loaded.native_library is None:
+            backend = select_backend(config.attention_backend, calls.values(), loaded.dtype, loaded.device)
+        size = _size(config, loaded, calls, group)
+        kv = KVTensors(
+            kv_groups(calls),
+            layout=LAYOUT if backend is None else backend.layout,
+            num_blocks=size.num_blocks,
+            block_size=config.block_size,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
+        return cls(loaded=loaded, calls=calls, backend=backend, size=size, kv=kv, group=group)
+
+    def runner(self, quantization: Quantization | None) -> ModelRunner:
+        """May take the model's weights over; raises NativeMismatch when the native step does not know the model."""
+        loaded = self.loaded
+        if self.backend is not None:
+            return TransformersRunner(loaded.model, self.backend, self.kv)
+        assert loaded.native_library is not None
+        cache = None if quantization is None else PackedCache(content_key(loaded.model, quantization))
+        known = (loaded.native_library, loaded.model, self.calls, self.kv)
+        if loaded.part is not None:
+            return ShardedDecoder(*known, self.group, loaded.part.tokens, quantization=quantization, cache=cache)
+        return NativeDecoder(*known, quantization=quantization, cache=cache)
+
+
+def _size(config: EngineConfig, loaded: LoadedModel, calls: Mapping[int, LayerCall], group: RankGroup) -> KVSize:
+    if loaded.device.type == "cuda":
+        budget_bytes, reason = _cuda_budget_bytes(config, loaded)
+    else:
+        budget_bytes, reason = cpu_budget_bytes(config.kv_cache_bytes, group.size)
+    per_token = bytes_per_token(kv_groups(calls), loaded.dtype)
+    if group.size > 1:
+        per_block = per_token * config.block_size
+        budget_bytes = group.least(budget_bytes // per_block) * per_block
+        reason += f", least of {group.size} ranks"
+    return size_kv(
+        budget_bytes=budget_bytes,
+        budget_reason=reason,
+        bytes_per_token=per_token,
+        block_size=config.block_size,
+        wanted_len=config.max_model_len,
+        max_positions=loaded.max_positions,
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+def _cuda_budget_bytes(config: EngineConfig, loaded: LoadedModel) -> tuple[int, str]:
+    """What `gpu_memory_utilization` leaves after the weights and the activations of a full step."""
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes, "kv_cache_bytes"
+    num_tokens = config.max_num_batched_tokens or MAX_BUDGET_TOKENS
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    probe_layers(loaded.model, num_tokens)
+    activations = torch.cuda.max_memory_allocated(loaded.device) - before
+    free, total = torch.cuda.mem_get_info(loaded.device)
+    budget = int(total * config.gpu_memory_utilization) - (total - free) - activations
+    reason = f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / 2**30:.1f} GiB after weights and activations"
+    return max(budget, 0), reason

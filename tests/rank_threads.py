@@ -1,0 +1,52 @@
+"""Ranks as threads of the test's own process: the same code and the same sockets, without seconds of imports for each."""
+
+from __future__ import annotations
+
+import threading
+
+from replicas.parallel.channel import ChannelClosed, RankAddress
+from replicas.parallel.launcher import LaunchedRank
+from replicas.parallel.rank_process import OwnProcess, run_rank
+
+
+class ThreadLauncher:
+    host = "127.0.0.1"
+    shows_all_devices = True
+
+    def __init__(self) -> None:
+        self.ranks: list[ThreadRank] = []
+
+    def launch(self, address: RankAddress, num_threads: int) -> LaunchedRank:
+        rank = ThreadRank(address)
+        self.ranks.append(rank)
+        return rank
+
+
+class ThisProcess(OwnProcess):
+    """Shared with the test: a rank may neither end it nor quieten it."""
+
+    def end(self) -> None:
+        pass
+
+    def set_log_level(self, level: int) -> None:
+        pass
+
+
+class ThreadRank:
+    def __init__(self, address: RankAddress) -> None:
+        self.error: BaseException | None = None
+        self._address = address
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            run_rank(self._address, ThisProcess())
+        except (ChannelClosed, ValueError, RuntimeError) as error:  # what ends a rank's process with a message
+            self.error = error
+
+    def why_ended(self) -> str | None:
+        return None if self.thread.is_alive() else f"its thread has ended: {self.error}"
+
+    def kill(self) -> None:
+        """A thread cannot be killed; what rank 0 closes ends it."""
