@@ -23,7 +23,8 @@ _DRAIN_LOOK_S = 0.5
 def build(args: dict[str, Any]) -> Application:
     """Called by Serve with the application's `args`. Raises ConfigError: one line that names the key and the fix."""
     config, log_level = read_config(args), read_environment().log_level
-    needs = [{"CPU": config.gateway.num_cpus}, *({"CPU": model.num_cpus, "GPU": model.num_gpus} for model in config.models)]
+    ranks = [model for model in config.models for _ in range(model.engine.tensor_parallel_size)]
+    needs = [{"CPU": config.gateway.num_cpus}, *({"CPU": model.num_cpus, "GPU": model.num_gpus} for model in ranks)]
     surge_percent = SURGE_PERCENT if has_room_for(needs) else 0
     router = _shell(RouterDeployment).options(name="router", ray_actor_options={"num_cpus": 0.1}).bind(config.router, log_level)
     replicas = {model.name: _replicas(model, config, router, log_level, surge_percent) for model in config.models}
@@ -47,12 +48,20 @@ def _replicas(model: ModelConfig, config: ClusterConfig, router: Application, lo
         max_surge_percent=surge_percent,
         graceful_shutdown_timeout_s=model.drain_s + DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
+        **_bundles(model),
     )
     num_replicas_in_all = sum(each.num_replicas for each in config.models)
-    demand = CoreDemand.of(
-        (each.num_replicas * each.engine.parallel.tensor_parallel_size, each.engine.num_threads) for each in config.models
-    )
+    demand = CoreDemand.of((each.num_replicas * each.engine.tensor_parallel_size, each.engine.num_threads) for each in config.models)
     return deployment.bind(model.name, model.engine, num_replicas_in_all, demand, model.drain_s, router, log_level)
+
+
+def _bundles(model: ModelConfig) -> dict[str, Any]:
+    """A replica's placement group: a bundle for each rank, of which the replica's own actor takes the first."""
+    size = model.engine.tensor_parallel_size
+    if size == 1:
+        return {}
+    bundle = {name: amount for name, amount in (("CPU", model.num_cpus), ("GPU", model.num_gpus)) if amount > 0}
+    return {"placement_group_bundles": [bundle] * size, "placement_group_strategy": model.placement_strategy}
 
 
 def _shell(deployment: Any) -> Deployment:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -22,6 +22,7 @@ from replicas.engine_config import EngineConfig
 from router.config import RouterConfig
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
+PlacementStrategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -33,15 +34,22 @@ class ModelConfig:
     """What clients put into `model`."""
     num_replicas: int = 1
     num_cpus: float = 1.0
-    """CPUs that Ray reserves for each replica. The engine's threads are `engine.num_threads`."""
+    """CPUs that Ray reserves for each replica, or for each rank of one that spreads over several. The engine's threads are
+    `engine.num_threads`."""
     num_gpus: float = 0.0
-    """GPUs that Ray reserves for each replica."""
+    """GPUs that Ray reserves for each replica, or for each of its ranks."""
+    placement_strategy: PlacementStrategy = "STRICT_PACK"
+    """Where the ranks of one replica go: STRICT_PACK on one node, PACK on as few as possible, SPREAD and STRICT_SPREAD apart."""
     drain_s: float = 30.0
     """How long a replica that is stopped (redeploy, scale-down, node drain) lets its requests end by themselves. What still
     runs then goes on on another replica."""
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:
+        if self.placement_strategy not in get_args(PlacementStrategy):
+            raise ValueError(f"placement_strategy must be one of {', '.join(get_args(PlacementStrategy))}, got {self.placement_strategy!r}")
+        if self.engine.tensor_parallel_size > 1 and not (self.num_cpus > 0 or self.num_gpus > 0):
+            raise ValueError("num_cpus or num_gpus must be above 0 for each rank when engine.tensor_parallel_size is above 1")
         if not MODEL_NAME.fullmatch(self.name):
             raise ValueError(f"name must be letters, digits and ._:/- (at most 200), got {self.name!r}")
         if self.num_replicas < 1:

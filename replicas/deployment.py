@@ -13,7 +13,8 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.util import metrics
+from ray.util import get_current_placement_group, metrics, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from replicas.async_engine import AsyncEngine, StepEngine
 from replicas.cores import CoreClaim, CoreDemand, threads_of_engine, try_claim_cores
@@ -21,6 +22,8 @@ from replicas.engine_config import EngineConfig
 from replicas.engine_metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS_BOUNDS, EngineMetrics
 from replicas.logs import start_logging
 from replicas.model_description import ModelDescription
+from replicas.parallel.channel import RankAddress
+from replicas.parallel.launcher import LaunchedRank
 from replicas.reporter import ReplicaIdentity, Reporter, report_interval_s
 from replicas.request import GenerationRequest, RequestProgress, StepOutput
 from replicas.stats import ReplicaReport, ReportReply
@@ -63,6 +66,8 @@ class ReplicaDeployment:
         self._is_stopping = _stop_signal()
         self._config = replace(config, num_threads=_num_threads(config.num_threads, demand))
         self._claim: CoreClaim | None = None
+        self._launcher = RayLauncher() if config.tensor_parallel_size > 1 else None
+        self._check_ranks: Callable[[], None] = lambda: None
         self._description: ModelDescription | None = None
         replica_id = serve.get_replica_context().replica_id.unique_id
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -99,8 +104,9 @@ class ReplicaDeployment:
             logger.info("computes on cores %s", ", ".join(map(str, self._claim.cores)))
         from replicas.engine import Engine
 
-        engine = Engine.load(self._config)
+        engine = Engine.load(self._config, self._launcher)
         self._description = engine.description
+        self._check_ranks = engine.check_ranks
         return engine
 
     def _note_step(self, output: StepOutput) -> None:
@@ -134,8 +140,10 @@ class ReplicaDeployment:
             await asyncio.sleep(DRAIN_POLL_S)
 
     def check_health(self) -> None:
-        """Raises EngineUnhealthy when the engine makes no progress, RuntimeError when its reports have stopped."""
+        """Raises EngineUnhealthy when the engine makes no progress, RankLost when a rank died or hangs, RuntimeError when
+        its reports have stopped."""
         self._engine.check_health()
+        self._check_ranks()
         for task in self._tasks:
             if task.done():
                 raise RuntimeError(f"the {task.get_name()} of this replica has stopped: {task.exception()!r}")
@@ -150,6 +158,59 @@ class ReplicaDeployment:
         for task in getattr(self, "_tasks", ()):
             task.cancel()
         await self._engine.shutdown()
+
+
+class RayLauncher:
+    """Ranks as actors in this replica's placement group, one a bundle. They end with the replica's actor, which owns them."""
+
+    shows_all_devices = False
+
+    def __init__(self) -> None:
+        """In the replica's actor, whose deployment asked for a placement group."""
+        group = get_current_placement_group()
+        if group is None:
+            raise ValueError("tensor_parallel_size above 1 needs a placement group; deploy through cluster.app, which asks for it")
+        self._group = group
+        nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
+        self.host = "127.0.0.1" if len(nodes) == 1 else ray.util.get_node_ip_address()
+
+    def launch(self, address: RankAddress, num_threads: int) -> LaunchedRank:
+        bundle = self._group.bundle_specs[address.rank]
+        actor = ray.remote(_RankActor).options(
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=address.rank),
+        )
+        return _RayRank(actor.remote(), address, num_threads)
+
+
+class _RankActor:
+    def run(self, address: RankAddress, num_threads: int) -> None:
+        claim = try_claim_cores(num_threads)
+        if claim is not None:
+            claim.pin_thread()
+        from replicas.parallel.rank_process import run_rank
+
+        run_rank(address)
+
+
+class _RayRank:
+    def __init__(self, actor: Any, address: RankAddress, num_threads: int) -> None:
+        self._actor, self._end = actor, actor.run.remote(address, num_threads)
+
+    def why_ended(self) -> str | None:
+        ended, _ = ray.wait([self._end], timeout=0)
+        if not ended:
+            return None
+        try:
+            ray.get(self._end)
+        except ray.exceptions.RayError as error:
+            return str(error).strip().splitlines()[0]
+        return "it was told to stop"
+
+    def kill(self) -> None:
+        ray.kill(self._actor)
 
 
 class RayMetricSink:
