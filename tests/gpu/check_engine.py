@@ -66,14 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     checks = Checks()
     with tempfile.TemporaryDirectory() as folder:
-        models = [_tiny_model(Path(folder)), *([options.model] if options.model else [])]
+        models = [tiny_model(Path(folder)), *([options.model] if options.model else [])]
         for model in models:
             _check_model(checks, model, options.device)
     sys.stdout.write(f"{checks.num_failed} checks failed\n" if checks.num_failed else "all checks passed\n")
     return 1 if checks.num_failed else 0
 
 
-def _tiny_model(folder: Path) -> Path:
+def tiny_model(folder: Path) -> Path:
     """A random llama of the default model's shape, two layers deep."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -91,7 +91,7 @@ def _tiny_model(folder: Path) -> Path:
 def _check_model(checks: Checks, folder: Path, device: str) -> None:
     name = folder.name
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").to(device).eval()
-    prompts = _prompts(int(reference.config.vocab_size))
+    prompts = make_prompts(int(reference.config.vocab_size))
     expected: list[list[int]] = []
 
     def generate() -> str:
@@ -120,7 +120,7 @@ def _backend_name(engine: Engine) -> str:
     return str(engine._runner._backend.name)  # type: ignore[attr-defined]
 
 
-def _prompts(vocab_size: int) -> list[list[int]]:
+def make_prompts(vocab_size: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in PROMPT_LENS]
 
