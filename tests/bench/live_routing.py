@@ -149,7 +149,7 @@ async def priority(cluster: ServedCluster, arguments: argparse.Namespace) -> int
 def _access_records(answer_ids: set[str]) -> dict[str, dict[str, Any]]:
     """The gateways' access records of these answers."""
     found = {}
-    for path in RAY_LOGS.glob("worker-*.err"):
+    for path in RAY_LOGS.glob("serve/replica_manta_gateway_*.log"):
         for line in path.read_text(errors="replace").splitlines():
             if '"response_id"' in line:
                 record = json.loads(line[line.index("{") :])
