@@ -48,7 +48,7 @@ class Ranks:
         self._until_s = time.monotonic() + init_deadline_s
         self._launched: dict[int, LaunchedRank] = {}  # rank -> its process
         self._channels: dict[int, Channel] = {}  # rank -> the line to it
-        self._last_heard_s: dict[int, float] = {}
+        self._num_unanswered: dict[int, int] = {}  # rank -> pings since its last word: a sleep of rank 0 itself is nobody's silence
         self._ready: dict[int, str] = {}  # rank -> what it holds, for the log
         self._changed = threading.Condition()
         self._lost: str | None = None
@@ -76,7 +76,7 @@ class Ranks:
                     continue
                 self._greet(connection, token)
         for rank, channel in self._channels.items():
-            self._last_heard_s[rank] = time.monotonic()
+            self._num_unanswered[rank] = 0
             self._spawn(partial(self._listen, rank, channel), f"rank {rank}")
         self._spawn(self._watch, "ranks")
 
@@ -207,7 +207,7 @@ class Ranks:
             except ChannelClosed:
                 self._note_death(rank)
                 return
-            self._last_heard_s[rank] = time.monotonic()
+            self._num_unanswered[rank] = 0
             if kind is Kind.FAILED:
                 time.sleep(2 * POLL_S)  # a rank that died takes the others' steps with it, but is the one to name
                 self._lose(self._silence() or f"rank {rank}: {payload.decode()}")
@@ -227,9 +227,11 @@ class Ranks:
         """The rank that has missed pings lately, where there is one: what breaks elsewhere is then its doing."""
         if len(self._ready) < self.size - 1:
             return None  # who imports or reads weights may be slow to answer
-        silent_s = {rank: time.monotonic() - heard_s for rank, heard_s in self._last_heard_s.items()}
-        rank = max(silent_s, key=lambda one: silent_s[one])
-        return f"rank {rank} hangs: no sign of life for {silent_s[rank]:.1f} s" if silent_s[rank] > 2.5 * self._interval_s else None
+        rank = max(self._num_unanswered, key=lambda one: self._num_unanswered[one])
+        return self._hang(rank) if self._num_unanswered[rank] > 2 else None
+
+    def _hang(self, rank: int) -> str:
+        return f"rank {rank} hangs: no sign of life for {self._num_unanswered[rank] * self._interval_s:.1f} s"
 
     def _watch(self) -> None:
         """In a thread: asks for signs of life, so that a rank that is stopped is noticed without any work to do."""
@@ -237,9 +239,9 @@ class Ranks:
             is_loading = len(self._ready) < self.size - 1
             deadline_s = self._init_deadline_s if is_loading else self._rank_deadline_s
             for rank, channel in self._channels.items():
-                silent_s = time.monotonic() - self._last_heard_s[rank]
-                if silent_s > deadline_s:
-                    self._lose(f"rank {rank} hangs: no sign of life for {silent_s:.1f} s")
+                if self._num_unanswered[rank] * self._interval_s > deadline_s:
+                    self._lose(self._hang(rank))
+                self._num_unanswered[rank] += 1
                 try:
                     channel.send(Kind.PING)
                 except ChannelClosed:

@@ -43,7 +43,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def _load(folder: Path, size: int, launcher: ThreadLauncher | None = None, **settings: Any) -> Engine:
     defaults: dict[str, Any] = {
         "dtype": "float32", "kv_cache_bytes": 1 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 13, "num_threads": 1,
-        "parallel": ParallelConfig(init_deadline_s=30.0, rank_deadline_s=5.0),
+        "parallel": ParallelConfig(rank_deadline_s=60.0),
     }  # fmt: skip
     config = EngineConfig(model=str(folder), tensor_parallel_size=size, **{**defaults, **settings})
     return Engine.load(config, launcher or ThreadLauncher())

@@ -153,7 +153,8 @@ def test_rank_that_answers_no_ping_is_lost_after_the_deadline_without_any_work()
 def test_rank_that_fails_because_another_one_died_or_hangs_is_not_the_one_that_is_named() -> None:
     def fail(channel: Channel) -> None:
         channel.send(Kind.READY, b"loaded")
-        channel.receive()
+        while channel.receive()[0] is not Kind.STEP:
+            channel.send(Kind.PONG)
         channel.send(Kind.FAILED, b"Connection reset by peer")
         channel.receive()
 
@@ -165,7 +166,7 @@ def test_rank_that_fails_because_another_one_died_or_hangs_is_not_the_one_that_i
 
     ranks = _start(PlayedLauncher(fail, hang), rank_deadline_s=0.4)
     ranks.wait_ready()
-    time.sleep(0.3)
+    time.sleep(0.4)
     ranks.send_step(b"step")
     assert _wait_lost(ranks).startswith("rank 2 hangs")
     stop.set()
