@@ -23,8 +23,8 @@ from replicas.step_tensors import StepTensors
 from tests.bench.machine import hardware_line
 from tests.engine_harness import requests_for
 
-NUM_STEPS = 40
-PROMPT_TOKENS = 256
+NUM_STEPS = 20
+PROMPT_TOKENS = 64
 BATCHES = (1, 8, 32)
 
 
