@@ -12,6 +12,7 @@ from cluster.gateway_metrics import GatewayMetrics
 from cluster.http_app import create_app
 from cluster.model_registry import ModelRegistry
 from cluster.serve_backend import ServeBackend
+from replicas.handles import over_grpc
 from replicas.logs import start_logging
 
 # More than any queue limit: the router decides who waits, and answers 429 itself.
@@ -31,7 +32,7 @@ class Gateway:
         """`replicas` maps each model's name to the handle of its deployment."""
         start_logging(log_level)
         self._config = config
-        self._backend = ServeBackend(router, replicas)
+        self._backend = ServeBackend(over_grpc(router), {name: over_grpc(handle) for name, handle in replicas.items()})
         self._models = ModelRegistry(tuple(replicas), self._backend)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

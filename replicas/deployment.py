@@ -20,6 +20,7 @@ from replicas.async_engine import AsyncEngine, StepEngine
 from replicas.cores import CoreClaim, CoreDemand, threads_of_engine, try_claim_cores
 from replicas.engine_config import EngineConfig
 from replicas.engine_metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS_BOUNDS, EngineMetrics
+from replicas.handles import over_grpc
 from replicas.logs import start_logging
 from replicas.model_description import ModelDescription
 from replicas.parallel.channel import RankAddress
@@ -80,6 +81,8 @@ class ReplicaDeployment:
         identity = ReplicaIdentity(
             replica_id=replica_id, model=model, block_size=description.block_size, max_num_seqs=self._config.max_num_seqs
         )
+
+        router = over_grpc(router)
 
         async def push(report: ReplicaReport) -> ReportReply:
             return await router.report.remote(report)  # type: ignore[no-any-return]

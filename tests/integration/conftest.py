@@ -18,6 +18,8 @@ APP = "manta"
 MODEL = "tiny"
 CALLER_LEASE_S = 4.0
 
+os.environ.update(RAY_ENVIRONMENT)  # before any test module imports ray.serve, which reads them once
+
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
@@ -37,7 +39,6 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, default_model_dir: 
 
 @pytest.fixture(scope="session")
 def deployed(tiny_model_dir: Path) -> Iterator[Deployed]:
-    os.environ.update(RAY_ENVIRONMENT)  # before the first import of ray.serve: it reads them once
     import ray
     from ray import serve
 
@@ -58,7 +59,8 @@ def deployed(tiny_model_dir: Path) -> Iterator[Deployed]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=128 * 2**20)
+    # "local": a file that another Ray left in its temporary folder must not make this one look for that cluster.
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=128 * 2**20)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
         serve.run(build(args), name=APP, route_prefix="/")

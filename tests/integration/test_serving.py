@@ -153,7 +153,6 @@ async def test_replica_killed_in_mid_stream_is_only_a_pause(client: AsyncOpenAI,
     await wait_until(deployed, lambda model: busy not in model["replicas"] and len(model["replicas"]) == 2, timeout_s=60)
 
 
-@pytest.mark.xfail(strict=False, reason="right after another replica's death the router can stop answering until Serve replaces it")
 async def test_replica_that_hangs_is_only_a_pause_and_holds_nothing_when_it_goes_on(client: AsyncOpenAI, deployed: Deployed) -> None:
     expected = (await complete(client, "A long tale", **LONG)).choices[0].text
     started = asyncio.Event()
