@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.events import KVEvent
+from replicas.engine_config import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class ReplicaStats:
     """Measured (EWMA over steps); None before the first prefill."""
     decode_step_s: float | None = None
     """Measured seconds of a decode-only step (EWMA); None before the first."""
+    transfer_tokens_per_s: float | None = None
+    """Measured speed at which KV of other replicas came in (EWMA over handoffs); None before the first."""
     num_steps: int = 0
     num_prompt_tokens: int = 0
     """Computed, those computed again after a preemption included; cached ones are not."""
@@ -52,6 +55,8 @@ class ReplicaReport:
     events: tuple[KVEvent, ...] = ()
     is_full_state: bool = False
     """True when `events` lists every cached block (the answer to a resync) rather than changes."""
+    role: Role = "unified"
+    """The pool it belongs to."""
     is_draining: bool = False
     """It is about to end: what runs there may go on, but nothing new."""
     callers: tuple[str, ...] = ()

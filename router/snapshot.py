@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from kvcache.hashing import BlockKey
+from replicas.engine_config import Role
 from replicas.stats import ReplicaStats
 
 RECENT_WORK_S = 900.0
@@ -36,6 +37,8 @@ class RoutingRequest:
     """Replicas that already failed this request."""
     is_alone: bool = False
     """It was present when replicas died: nothing else may run where it runs."""
+    is_whole: bool = False
+    """It must be computed by one replica from its first token on, never by a pair."""
     caller: str = ""
     """The gateway that asks; when its lease expires the request is given up."""
 
@@ -87,8 +90,10 @@ class Decision:
 
     request_id: str
     replica_id: str
+    replica_role: Role = "unified"
+    """The pool of `replica_id`."""
     prefill_replica_id: str | None = None
-    """Set when a prefill pool computes the prompt first."""
+    """Set when this replica of the prefill pool computes the prompt first, and `replica_id` takes its KV over."""
     predicted_ttft_s: float | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that were known to be cached on the replica."""
