@@ -87,7 +87,7 @@ def _vllm_cpu(model: str, num_threads: int, timeout_s: float) -> dict[str, Any]:
         if reason := _why_no_import(VLLM_FOLDER, "vllm"):
             raise PeerFailed(f"{error}{reason}") from error
         # The shell script discards what vLLM says. The same measurement without the shell shows why it fails.
-        output = _run([str(VLLM_FOLDER / "bin" / "python"), str(_script("vllm_cpu.py")), model], _vllm_environment(num_threads), timeout_s)
+        output = _run([str(VLLM_FOLDER / "bin" / "python"), str(_script("vllm_cpu.py")), model], vllm_environment(num_threads), timeout_s)
     return {"dtype": "bfloat16", "workloads": parse_figures(output), "version": _version(VLLM_FOLDER, "vllm-cpu")}
 
 
@@ -101,11 +101,11 @@ def _vllm_cpu_float32(model: str, num_threads: int, timeout_s: float) -> dict[st
         str(_script("vllm_cpu.py").parent),
         model,
     ]
-    output = _run(command, _vllm_environment(num_threads), timeout_s)
+    output = _run(command, vllm_environment(num_threads), timeout_s)
     return {"dtype": "float32", "workloads": parse_figures(output), "version": _version(VLLM_FOLDER, "vllm-cpu")}
 
 
-def _vllm_environment(num_threads: int) -> dict[str, str]:
+def vllm_environment(num_threads: int) -> dict[str, str]:
     """What vllm_cpu.sh sets."""
     return {
         **os.environ,
