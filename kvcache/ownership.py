@@ -169,6 +169,12 @@ class KVOwnership:
         return bool(self._transfers)
 
     @property
+    def num_leases(self) -> int:
+        """Transfers out that have not let go."""
+        with self._lock:
+            return sum(transfer.direction is Direction.OUT for transfer in self._transfers.values())
+
+    @property
     def next_deadline_s(self) -> float | None:
         with self._lock:
             return min((t.deadline_s for t in self._transfers.values()), default=None)

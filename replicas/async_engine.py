@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -46,6 +47,9 @@ class StepEngine(Protocol):
     def add_request(self, request: GenerationRequest) -> None: ...
     def cancel(self, key: RequestKey) -> bool: ...
     def step(self) -> StepOutput: ...
+    def wake(self) -> None:
+        """From any thread: a step that only waits for transfers ends at once."""
+
     def stats(self) -> ReplicaStats: ...
     def kv_changes(self, since: int | None) -> KVChanges: ...
     def close(self) -> None: ...
@@ -115,7 +119,9 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[StepEngine], None] | None] = queue.SimpleQueue()
         self._streams: dict[RequestKey, _Stream] = {}
         self._reads: set[asyncio.Future[KVChanges]] = set()  # answers that the thread still owes
+        self._engine: StepEngine | None = None  # once it has loaded; other threads may only wake it
         self._stats = ReplicaStats()
+        self._has_stepped = asyncio.Event()
         self._busy_since_s: float | None = None  # set while there is work; moved forward by each finished step
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -177,10 +183,12 @@ class AsyncEngine:
         return len(streams)
 
     def cancel_all(self) -> int:
-        """Cancels every request, so that its reader may take it elsewhere; returns how many there were."""
-        for stream in self._streams.values():
+        """Cancels every request, so that its reader may take it elsewhere; returns how many there were. What has been handed
+        over is left to be taken."""
+        streams = [stream for stream in self._streams.values() if not stream.is_finished]
+        for stream in streams:
             self._cancel(stream)
-        return len(self._streams)
+        return len(streams)
 
     def stats(self) -> ReplicaStats:
         """As of the end of the last step."""
@@ -204,6 +212,15 @@ class AsyncEngine:
         self._submit(read)
         return await future
 
+    async def wait_leases_ended(self, timeout_s: float) -> int:
+        """Returns when no other replica may read blocks here any more, at the latest after `timeout_s`; how many may still."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._stats.handoffs.num_leases and self._error is None:
+                    self._has_stepped.clear()
+                    await self._has_stepped.wait()
+        return self._stats.handoffs.num_leases
+
     def check_health(self) -> None:
         """Raises EngineUnhealthy when the thread died or makes no progress."""
         self._raise_if_dead()
@@ -215,7 +232,7 @@ class AsyncEngine:
         """Ends the thread after its current step; requests still running end as cancelled."""
         if self._thread is None:
             return
-        self._commands.put(None)
+        self._put(None)
         await asyncio.to_thread(self._thread.join)
         for stream in self._streams.values():
             stream.push(RequestProgress(key=stream.key, attempt=stream.attempt, finish_reason=FinishReason.CANCELLED))
@@ -231,7 +248,12 @@ class AsyncEngine:
     def _submit(self, command: Callable[[StepEngine], None]) -> None:
         if self._busy_since_s is None:
             self._busy_since_s = self._clock()
+        self._put(command)
+
+    def _put(self, command: Callable[[StepEngine], None] | None) -> None:
         self._commands.put(command)
+        if self._engine is not None:
+            self._engine.wake()
 
     def _cancel(self, stream: _Stream) -> None:
         self._submit(lambda engine: _ignore_result(engine.cancel(stream.key)))
@@ -245,8 +267,10 @@ class AsyncEngine:
                 stream.push(progress)
         if self._on_step is not None:
             self._on_step(output)
+        self._has_stepped.set()
 
     def _fail_all(self, error: BaseException) -> None:
+        self._has_stepped.set()
         for stream in self._streams.values():
             stream.fail(EngineUnhealthy(f"the engine stopped: {error!r}"))
         for future in self._reads:
@@ -262,6 +286,7 @@ class AsyncEngine:
             self._error = error
             self._loop.call_soon_threadsafe(_reject, ready, error)
             return
+        self._engine = engine
         self._stats = engine.stats()
         self._loop.call_soon_threadsafe(_resolve, ready, None)
         try:

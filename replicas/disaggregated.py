@@ -108,6 +108,11 @@ class DisaggregatedEngine:
             step_s=sum(o.step_s for o in outputs),
         )
 
+    def wake(self) -> None:
+        """From any thread: a step that waits for transfers ends at once."""
+        self.prefill.wake()
+        self.decode.wake()
+
     def stats(self) -> ReplicaStats:
         """The decode engine's, with the prefill engine's queue and prefill rate."""
         first, second = self.prefill.stats(), self.decode.stats()

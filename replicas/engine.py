@@ -21,7 +21,7 @@ from replicas.request import FinishReason, GenerationRequest, RequestKey, Reques
 from replicas.sampler import BAD_LOGITS, SampledTokens, Sampler
 from replicas.sampling_state import SamplingState
 from replicas.scheduler import Scheduler
-from replicas.stats import ReplicaStats
+from replicas.stats import HandoffStats, ReplicaStats
 from replicas.step_plan import StepPlan
 from replicas.step_statistics import StepStatistics
 from replicas.step_tensors import StepTensors
@@ -29,6 +29,7 @@ from replicas.step_tensors import StepTensors
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
+NO_HANDOFFS = HandoffStats()
 
 
 class Engine:
@@ -168,12 +169,20 @@ class Engine:
         self._statistics.add(output)
         return output
 
+    def wake(self) -> None:
+        """From any thread: a step that waits for transfers ends at once."""
+        if self.handoffs is not None:
+            self.handoffs.changed.set()
+
     def stats(self) -> ReplicaStats:
         scheduler = self.scheduler
         pool = scheduler.pool.statistics()
         running, waiting = scheduler.running, scheduler.waiting
+        handoffs = self.handoffs
         return replace(
             self._statistics.snapshot(),
+            transfer_tokens_per_s=None if handoffs is None else handoffs.rate.tokens_per_s,
+            handoffs=NO_HANDOFFS if handoffs is None else handoffs.stats(),
             num_running=len(running),
             num_waiting=len(waiting),
             num_uncomputed_tokens=sum(s.num_uncomputed_tokens for s in running if not (s.is_decoding or s.is_loading))

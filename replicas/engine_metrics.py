@@ -8,7 +8,7 @@ from typing import Protocol
 from replicas.request import StepOutput
 from replicas.stats import ReplicaStats
 
-# Name -> (help text, value of the statistics). All carry the tags model, replica, runner and quantization.
+# Name -> (help text, value of the statistics). All carry the tags model, replica, role, runner and quantization.
 GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_requests_running": ("Requests in the engine's batch", lambda stats: stats.num_running),
     "manta_requests_waiting": ("Requests in the engine's own queue", lambda stats: stats.num_waiting),
@@ -21,9 +21,14 @@ GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     ),
     "manta_kv_blocks_cached": ("KV blocks that a prefix can find", lambda stats: stats.num_cached_blocks),
     "manta_prefill_tokens_per_second": ("Measured prefill rate", lambda stats: stats.prefill_tokens_per_s or 0.0),
+    "manta_kv_leases": ("Leases under which other replicas may read KV here", lambda stats: stats.handoffs.num_leases),
+    "manta_kv_transfer_tokens_per_second": (
+        "Measured rate at which KV of other replicas comes in",
+        lambda stats: stats.transfer_tokens_per_s or 0.0,
+    ),
 }
 
-COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], int]]] = {
+COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_engine_steps": ("Steps run", lambda stats: stats.num_steps),
     "manta_prompt_tokens": ("Prompt tokens computed, again after a preemption included", lambda stats: stats.num_prompt_tokens),
     "manta_cached_prompt_tokens": ("Prompt tokens whose KV came from the prefix cache", lambda stats: stats.num_cached_tokens),
@@ -32,6 +37,13 @@ COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], int]]] = {
     "manta_requests_finished": ("Requests that ended with an answer", lambda stats: stats.num_finished),
     "manta_requests_cancelled": ("Requests that their client or gateway cancelled", lambda stats: stats.num_cancelled),
     "manta_requests_failed": ("Requests that the engine could not finish", lambda stats: stats.num_failed),
+    "manta_kv_offers": ("Requests whose KV was offered to other replicas", lambda stats: stats.handoffs.num_offers),
+    "manta_kv_leases_expired": ("Leases that nobody renewed in time", lambda stats: stats.handoffs.num_leases_expired),
+    "manta_kv_loads": ("Requests whose KV came from another replica", lambda stats: stats.handoffs.num_loads),
+    "manta_kv_recomputes": ("Requests whose KV should have come and was computed here", lambda stats: stats.handoffs.num_recomputes),
+    "manta_kv_transfer_bytes": ("Bytes of KV that came from other replicas", lambda stats: stats.handoffs.num_bytes),
+    "manta_kv_transfer_seconds": ("Time in which they moved", lambda stats: stats.handoffs.transfer_s),
+    "manta_kv_transfer_overlap_seconds": ("The part of it before the prefill had ended", lambda stats: stats.handoffs.overlap_s),
 }
 
 STEP_SECONDS = "manta_step_seconds"
@@ -51,7 +63,7 @@ class EngineMetrics:
 
     def __init__(self, sink: MetricSink) -> None:
         self._sink = sink
-        self._exported = dict.fromkeys(COUNTERS, 0)
+        self._exported: dict[str, float] = dict.fromkeys(COUNTERS, 0)
 
     def export(self, stats: ReplicaStats) -> None:
         for name, (_, value_of) in GAUGES.items():

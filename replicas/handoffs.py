@@ -18,7 +18,9 @@ from kvcache.transfer.source import KVSource
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress
 from replicas.request_state import RequestState, RequestStatus
 from replicas.scheduler import Scheduler
+from replicas.stats import HandoffStats
 from replicas.step_plan import StepPlan
+from replicas.transfer_rate import TransferRate
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class Handoffs:
         self.ownership = ownership
         self.source = source
         self.counters = HandoffCounters()
+        self.rate = TransferRate()
         self.changed = changed or threading.Event()
         self._scheduler = scheduler
         self._connector = connector
@@ -100,6 +103,19 @@ class Handoffs:
         """Sleeps until a transfer changes something, at most `MAX_WAIT_S`."""
         self.changed.wait(MAX_WAIT_S)
         self.changed.clear()
+
+    def stats(self) -> HandoffStats:
+        counters, ownership = self.counters, self.ownership
+        return HandoffStats(
+            num_leases=ownership.num_leases,
+            num_leases_expired=ownership.counters.num_expired,
+            num_offers=counters.num_offers,
+            num_loads=counters.num_loaded,
+            num_recomputes=counters.num_recomputed,
+            num_bytes=counters.num_bytes,
+            transfer_s=counters.transfer_s,
+            overlap_s=counters.overlap_s,
+        )
 
     def start_pull(self, state: RequestState) -> None:
         """For a request that was just accepted and brings a handoff. One that does not fit is computed here."""
@@ -254,6 +270,7 @@ class Handoffs:
             self.counters.num_bytes += outcome.num_bytes
             self.counters.transfer_s += outcome.transfer_s
             self.counters.overlap_s += outcome.overlap_s
+            self.rate.add(load.num_tokens - load.state.num_computed_tokens, outcome.transfer_s)
         else:
             self._note_failure(load.state.request, outcome.error or "it ended before its blocks were reserved")
         progress = self._scheduler.end_load(load.state.request.key, load.num_tokens if is_whole else 0, outcome.output_ids)

@@ -9,6 +9,26 @@ from replicas.engine_config import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffStats:
+    """What one engine gave to others and took from them. All but `num_leases` only grow."""
+
+    num_leases: int = 0
+    """Open now: blocks that another replica may read."""
+    num_leases_expired: int = 0
+    num_offers: int = 0
+    num_loads: int = 0
+    """Handoffs taken over whole."""
+    num_recomputes: int = 0
+    """Handoffs that could not be had, so that their KV was computed here."""
+    num_bytes: int = 0
+    """Of the KV that was taken over, as those below."""
+    transfer_s: float = 0.0
+    """In which bytes moved; the wait for a prefill is not part of it."""
+    overlap_s: float = 0.0
+    """The part of `transfer_s` before the prefill had ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
     """Load and counters of one engine, as of the end of a step. Counters only grow."""
 
@@ -38,6 +58,7 @@ class ReplicaStats:
     num_finished: int = 0
     num_cancelled: int = 0
     num_failed: int = 0
+    handoffs: HandoffStats = HandoffStats()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,6 +94,9 @@ class EchoEngine:
             step_s=0.001,
         )
 
+    def wake(self) -> None:
+        """It waits for nothing but its gate, and for that not long."""
+
     def stats(self) -> ReplicaStats:
         pool = self.pool.statistics()
         return replace(

@@ -37,9 +37,11 @@ def test_block_passes_through_free_held_leased_and_back(ownership: KVOwnership) 
     ref = ownership.open(Direction.OUT, blocks)
     ownership.pool.release(blocks)
     assert {ownership.state(b) for b in blocks} == {BlockState.LEASED}
-    assert ownership.pool.num_free == 2
+    assert (ownership.pool.num_free, ownership.num_leases) == (2, 1)
     assert ownership.close(ref)
+    assert ownership.num_leases == 1, "closed, but not let go"
     assert ownership.collect() == [ref]
+    assert ownership.num_leases == 0
     assert {ownership.state(b) for b in blocks} == {BlockState.FREE}
     ownership.check()
     ownership.pool.check_holders([])
@@ -49,6 +51,7 @@ def test_block_of_a_request_stays_held_after_its_transfer(ownership: KVOwnership
     blocks = _held(ownership)
     ref = ownership.open(Direction.IN, blocks)
     assert ownership.state(blocks[0]) is BlockState.LOADING
+    assert ownership.num_leases == 0
     assert ownership.close(ref)
     ownership.collect()
     assert ownership.state(blocks[0]) is BlockState.HELD

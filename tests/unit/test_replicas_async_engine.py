@@ -10,7 +10,36 @@ import pytest
 from replicas.async_engine import AsyncEngine, EngineUnhealthy
 from replicas.request import FinishReason, GenerationRequest, RequestProgress, RequestRejected, StepOutput
 from replicas.sampling_params import SamplingParams
+from replicas.stats import HandoffStats, ReplicaStats
 from tests.unit.fake_engine import EchoEngine
+
+
+class LendingEngine(EchoEngine):
+    """One whose blocks are read by others, and whose steps wait for them until somebody wakes it."""
+
+    def __init__(self, num_leases: int) -> None:
+        super().__init__(eos_token_id=0, vocab_size=100)
+        self.num_leases = num_leases
+        self.num_taken = 0  # of them, since the last step
+        self.waits, self.woken = threading.Event(), threading.Event()
+
+    @property
+    def has_work(self) -> bool:
+        return super().has_work or self.num_leases > 0
+
+    def step(self) -> StepOutput:
+        if not super().has_work:
+            self.waits.set()
+            self.woken.wait()
+            self.woken.clear()
+        self.num_leases, self.num_taken = self.num_leases - self.num_taken, 0
+        return super().step()
+
+    def wake(self) -> None:
+        self.woken.set()
+
+    def stats(self) -> ReplicaStats:
+        return replace(super().stats(), handoffs=HandoffStats(num_leases=self.num_leases))
 
 
 class Clock:
@@ -242,3 +271,39 @@ async def test_cancel_all_hands_every_request_back(engine: AsyncEngine, echo: Ec
     assert engine.cancel_all() == 2
     echo.gate.set()
     assert [(await task)[-1].finish_reason for task in tasks] == [FinishReason.CANCELLED] * 2
+
+
+async def test_commands_do_not_wait_for_a_step_that_waits_for_transfers() -> None:
+    lending = LendingEngine(num_leases=1)
+    engine = AsyncEngine(lambda: lending)
+    await engine.start()
+    await asyncio.to_thread(lending.waits.wait, 5)
+    async with asyncio.timeout(5):
+        assert _tokens(await _collect(engine, _request())) == [1, 2, 3, 0]
+        await engine.shutdown()
+
+
+async def test_wait_for_leases_ends_with_the_last_of_them_or_in_time() -> None:
+    lending = LendingEngine(num_leases=2)
+    engine = AsyncEngine(lambda: lending)
+    await engine.start()
+    assert await engine.wait_leases_ended(0.01) == 2
+    waiting = asyncio.create_task(engine.wait_leases_ended(5))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    lending.num_taken = 2
+    lending.wake()
+    assert await waiting == 0
+    await engine.shutdown()
+
+
+async def test_cancel_all_leaves_alone_what_has_ended_and_is_not_read_yet(engine: AsyncEngine, echo: EchoEngine) -> None:
+    stream = engine.generate(_request())
+    items = [await anext(stream)]
+    async with asyncio.timeout(5):
+        while engine.stats().num_finished == 0:
+            await asyncio.sleep(0.005)
+    await engine.kv_changes(0)  # what the thread has said before is here with its answer
+    assert engine.cancel_all() == 0
+    items += [item async for item in stream]
+    assert items[-1].finish_reason is FinishReason.STOP

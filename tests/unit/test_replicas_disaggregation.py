@@ -118,8 +118,14 @@ def test_hot_decode_engine_pulls_only_what_it_lacks(pair: CheckedPair, prompts: 
     pair = _restarted(pair)
     run(pair, requests_for(prompts[:1], GREEDY, prefix="cold"))
     cold_bytes = pair.decode.handoffs.counters.num_bytes
+    cold_stats = pair.decode.stats()
     run(pair, requests_for(prompts[:1], GREEDY, prefix="hot"))
     assert pair.decode.handoffs.counters.num_bytes - cold_bytes <= cold_bytes // 10
+    transferred = cold_stats.handoffs
+    assert (transferred.num_loads, transferred.num_bytes, transferred.num_recomputes) == (1, cold_bytes, 0)
+    assert cold_stats.transfer_tokens_per_s == pytest.approx(len(prompts[0]) / transferred.transfer_s)
+    given = pair.prefill.stats().handoffs
+    assert (given.num_offers, given.num_leases, given.num_loads) == (2, 0, 0)
 
 
 def test_sampled_tokens_and_logprobs_equal_those_of_one_engine(pair: CheckedPair, prompts: list[list[int]]) -> None:

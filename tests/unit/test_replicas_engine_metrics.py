@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from replicas.engine_metrics import EngineMetrics
 from replicas.request import StepOutput
-from replicas.stats import ReplicaStats
+from replicas.stats import HandoffStats, ReplicaStats
 
 
 class _Sink:
@@ -39,6 +39,20 @@ def test_use_ratio_is_the_held_share_of_the_blocks() -> None:
     assert sink.gauges["manta_kv_use_ratio"] == 0.6
     EngineMetrics(sink).export(ReplicaStats())
     assert sink.gauges["manta_kv_use_ratio"] == 0
+
+
+def test_what_came_from_other_replicas_is_counted_and_open_leases_are_shown() -> None:
+    sink = _Sink()
+    metrics = EngineMetrics(sink)
+    for num in (1, 3):
+        handoffs = HandoffStats(
+            num_leases=4 - num, num_leases_expired=num, num_offers=10 * num, num_loads=5 * num, num_recomputes=2 * num,
+            num_bytes=1000 * num, transfer_s=0.5 * num, overlap_s=0.25 * num,
+        )  # fmt: skip
+        metrics.export(ReplicaStats(handoffs=handoffs, transfer_tokens_per_s=123.0))
+    names = ("leases_expired", "offers", "loads", "recomputes", "transfer_bytes", "transfer_seconds", "transfer_overlap_seconds")
+    assert [sink.counters[f"manta_kv_{name}"] for name in names] == [3, 30, 15, 6, 3000, 1.5, 0.75]
+    assert (sink.gauges["manta_kv_leases"], sink.gauges["manta_kv_transfer_tokens_per_second"]) == (1, 123.0)
 
 
 def test_each_step_is_observed_once() -> None:
