@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
-from cluster.config import ClusterConfig, ModelConfig, read_config, read_environment
+from cluster.config import ModelConfig, read_config, read_environment
 from cluster.gateway import Gateway
+from cluster.pools import Pool
 from cluster.surge import SURGE_PERCENT, has_room_for
 from cluster.targeted_dispatch import TargetedDispatch
 from replicas.cores import CoreDemand
-from replicas.deployment import DRAIN_MARGIN_S, ReplicaDeployment
+from replicas.deployment import ReplicaDeployment, shutdown_timeout_s
+from replicas.engine_config import Role
 from router.deployment import RouterDeployment
 
 _DRAIN_LOOK_S = 0.5
@@ -23,11 +26,15 @@ _DRAIN_LOOK_S = 0.5
 def build(args: dict[str, Any]) -> Application:
     """Called by Serve with the application's `args`. Raises ConfigError: one line that names the key and the fix."""
     config, log_level = read_config(args), read_environment().log_level
-    ranks = [model for model in config.models for _ in range(model.engine.tensor_parallel_size)]
-    needs = [{"CPU": config.gateway.num_cpus}, *({"CPU": model.num_cpus, "GPU": model.num_gpus} for model in ranks)]
+    pools = [pool for model in config.models for pool in model.pools]
+    ranks = [pool for pool in pools for _ in range(pool.engine.tensor_parallel_size)]
+    needs = [{"CPU": config.gateway.num_cpus}, *({"CPU": pool.num_cpus, "GPU": pool.num_gpus} for pool in ranks)]
     surge_percent = SURGE_PERCENT if has_room_for(needs) else 0
     router = _shell(RouterDeployment).options(name="router", ray_actor_options={"num_cpus": 0.1}).bind(config.router, log_level)
-    replicas = {model.name: _replicas(model, config, router, log_level, surge_percent) for model in config.models}
+    replicas = {
+        model.name: {pool.role: _replicas(model, pool, pools, router, log_level, surge_percent) for pool in model.pools}
+        for model in config.models
+    }
     gateway = _shell(Gateway).options(
         name="gateway",
         num_replicas=config.gateway.num_replicas,
@@ -39,29 +46,38 @@ def build(args: dict[str, Any]) -> Application:
     return gateway.bind(config.gateway, router, replicas, log_level)
 
 
-def _replicas(model: ModelConfig, config: ClusterConfig, router: Application, log_level: str, surge_percent: int) -> Application:
+def _replicas(
+    model: ModelConfig, pool: Pool, pools: Sequence[Pool], router: Application, log_level: str, surge_percent: int
+) -> Application:
+    """One pool of a model; `pools` are those of all models, which share the machines and the router's time."""
     deployment = _shell(ReplicaDeployment).options(
-        name=f"replica-{re.sub(r'[^A-Za-z0-9_.-]', '-', model.name)}",
-        num_replicas=model.num_replicas,
-        ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
+        name=deployment_name(model.name, pool.role),
+        num_replicas=pool.num_replicas,
+        ray_actor_options={"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus},
         request_router_config=RequestRouterConfig(request_router_class=TargetedDispatch),
         max_surge_percent=surge_percent,
-        graceful_shutdown_timeout_s=model.drain_s + DRAIN_MARGIN_S,
+        graceful_shutdown_timeout_s=shutdown_timeout_s(model.drain_s, pool.engine),
         graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
-        **_bundles(model),
+        **_bundles(pool),
     )
-    num_replicas_in_all = sum(each.num_replicas for each in config.models)
-    demand = CoreDemand.of((each.num_replicas * each.engine.tensor_parallel_size, each.engine.num_threads) for each in config.models)
-    return deployment.bind(model.name, model.engine, num_replicas_in_all, demand, model.drain_s, router, log_level)
+    num_replicas_in_all = sum(each.num_replicas for each in pools)
+    demand = CoreDemand.of((each.num_replicas * each.engine.tensor_parallel_size, each.engine.num_threads) for each in pools)
+    return deployment.bind(model.name, pool.engine, num_replicas_in_all, demand, model.drain_s, router, log_level)
 
 
-def _bundles(model: ModelConfig) -> dict[str, Any]:
+def deployment_name(model: str, role: Role) -> str:
+    """As Serve shows it: replica-MODEL, or replica-MODEL-prefill and replica-MODEL-decode."""
+    name = f"replica-{re.sub(r'[^A-Za-z0-9_.-]', '-', model)}"
+    return name if role == "unified" else f"{name}-{role}"
+
+
+def _bundles(pool: Pool) -> dict[str, Any]:
     """A replica's placement group: a bundle for each rank, of which the replica's own actor takes the first."""
-    size = model.engine.tensor_parallel_size
+    size = pool.engine.tensor_parallel_size
     if size == 1:
         return {}
-    bundle = {name: amount for name, amount in (("CPU", model.num_cpus), ("GPU", model.num_gpus)) if amount > 0}
-    return {"placement_group_bundles": [bundle] * size, "placement_group_strategy": model.placement_strategy}
+    bundle = {name: amount for name, amount in (("CPU", pool.num_cpus), ("GPU", pool.num_gpus)) if amount > 0}
+    return {"placement_group_bundles": [bundle] * size, "placement_group_strategy": pool.placement_strategy}
 
 
 def _shell(deployment: Any) -> Deployment:

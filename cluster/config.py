@@ -12,17 +12,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from cluster.gateway_config import GatewayConfig
+from cluster.pools import Mode, PlacementStrategy, Pool, PoolConfig
 from replicas.default_model import DEFAULT_MODEL_NAME
 from replicas.engine_config import EngineConfig
 from router.config import RouterConfig
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
-PlacementStrategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -32,7 +33,10 @@ class ModelConfig:
 
     name: str = DEFAULT_MODEL_NAME
     """What clients put into `model`."""
-    num_replicas: int = 1
+    mode: Mode = "unified"
+    """unified: every replica does all of a request. disaggregated: a pool for prefill and one for decode, KV between them."""
+    num_replicas: int | None = None
+    """In mode unified; one when left out. In mode disaggregated each pool has its own."""
     num_cpus: float = 1.0
     """CPUs that Ray reserves for each replica, or for each rank of one that spreads over several. The engine's threads are
     `engine.num_threads`."""
@@ -44,20 +48,42 @@ class ModelConfig:
     """How long a replica that is stopped (redeploy, scale-down, node drain) lets its requests end by themselves. What still
     runs then goes on on another replica."""
     engine: EngineConfig = EngineConfig()
+    prefill: PoolConfig | None = None
+    """In mode disaggregated: the replicas that compute prompts; one when left out."""
+    decode: PoolConfig | None = None
+    """In mode disaggregated: the replicas that generate; one when left out."""
 
     def __post_init__(self) -> None:
-        if self.placement_strategy not in get_args(PlacementStrategy):
-            raise ValueError(f"placement_strategy must be one of {', '.join(get_args(PlacementStrategy))}, got {self.placement_strategy!r}")
-        if self.engine.tensor_parallel_size > 1 and not (self.num_cpus > 0 or self.num_gpus > 0):
-            raise ValueError("num_cpus or num_gpus must be above 0 for each rank when engine.tensor_parallel_size is above 1")
         if not MODEL_NAME.fullmatch(self.name):
             raise ValueError(f"name must be letters, digits and ._:/- (at most 200), got {self.name!r}")
-        if self.num_replicas < 1:
-            raise ValueError(f"num_replicas must be at least 1, got {self.num_replicas}")
-        if self.num_cpus < 0 or self.num_gpus < 0:
-            raise ValueError(f"num_cpus and num_gpus must be at least 0, got {self.num_cpus} and {self.num_gpus}")
         if self.drain_s < 0:
             raise ValueError(f"drain_s must be at least 0, got {self.drain_s}")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
+        if self.engine.role != "unified":
+            raise ValueError("engine.role is that of the pool; leave it out, and set mode: disaggregated for pools of both roles")
+        if self.mode == "unified":
+            for name in ("prefill", "decode"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is a pool of mode disaggregated; set mode: disaggregated, or leave it out")
+        elif self.num_replicas is not None:
+            raise ValueError("num_replicas is of mode unified; set prefill.num_replicas and decode.num_replicas instead")
+        _ = self.pools  # made once to check what they are made of
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """One of role unified, or one of role prefill and one of role decode."""
+        unified = Pool(
+            role="unified",
+            num_replicas=1 if self.num_replicas is None else self.num_replicas,
+            num_cpus=self.num_cpus,
+            num_gpus=self.num_gpus,
+            placement_strategy=self.placement_strategy,
+            engine=self.engine,
+        )
+        if self.mode == "unified":
+            return (unified,)
+        return unified.with_role("prefill", self.prefill or PoolConfig()), unified.with_role("decode", self.decode or PoolConfig())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +139,17 @@ def _check_model_source(key: str, source: str | None) -> None:
         raise ConfigError(f"args: {key}: folder {source} does not exist; give an existing folder, a Hugging Face id, or leave it out")
 
 
-def _args_model(config_class: type) -> type[_Args]:
-    """A pydantic model with the fields, defaults and nested classes of a frozen dataclass."""
-    hints = get_type_hints(config_class)
+def _args_model(config_class: type, *, is_partial: bool = False) -> type[_Args]:
+    """A pydantic model with the fields, defaults and nested classes of a frozen dataclass; of a partial one every key may be
+    left out, and what is said of it is the set of those that were given."""
     definitions: dict[str, Any] = {}
     for field in fields(config_class):
-        hint = _args_type(hints[field.name])
-        if field.default is MISSING and field.default_factory is MISSING:
+        hint = _args_type(_hints(config_class)[field.name], is_partial=is_partial)
+        if is_partial:
+            definitions[field.name] = (hint, None)
+        elif field.default is MISSING and field.default_factory is MISSING:
             definitions[field.name] = (hint, ...)
-        elif is_dataclass(hints[field.name]):
+        elif isinstance(hint, type) and issubclass(hint, _Args):
             definitions[field.name] = (hint, Field(default_factory=hint))
         elif field.default_factory is not MISSING:
             definitions[field.name] = (hint, Field(default_factory=field.default_factory))
@@ -130,30 +158,53 @@ def _args_model(config_class: type) -> type[_Args]:
     return create_model(f"{config_class.__name__}Args", __base__=_Args, **definitions)
 
 
-def _args_type(hint: Any) -> Any:
+def _args_type(hint: Any, *, is_partial: bool) -> Any:
+    """The type of a field with pydantic models in place of the frozen classes in it."""
+    config_class = _config_class(hint)
+    if config_class is None:
+        return hint
+    model = _args_model(config_class, is_partial=is_partial or get_origin(hint) is Annotated)
+    if get_origin(hint) is tuple:
+        return tuple[model, ...]  # type: ignore[valid-type]
+    return model | None if get_origin(hint) is UnionType else model
+
+
+def _config_class(hint: Any) -> type | None:
+    """The frozen class that a field holds: alone, in a tuple, perhaps, or some keys of it."""
     if is_dataclass(hint) and isinstance(hint, type):
-        return _args_model(hint)
-    if hint == tuple[ModelConfig, ...]:
-        return tuple[_args_model(ModelConfig), ...]  # type: ignore[misc]
-    return hint
+        return hint
+    return next((found for part in get_args(hint) if (found := _config_class(part)) is not None), None)
+
+
+def _hints(config_class: type) -> dict[str, Any]:
+    return get_type_hints(config_class, include_extras=True)
 
 
 def _to_frozen(config_class: type, parsed: BaseModel, path: str) -> object:
     """Builds the frozen class inside out. Raises ValueError whose message starts with the key's path."""
-    hints = get_type_hints(config_class)
     values: dict[str, Any] = {}
     for field in fields(config_class):
         value = getattr(parsed, field.name)
         key = f"{path}{field.name}"
-        if isinstance(value, BaseModel):
-            value = _to_frozen(hints[field.name], value, f"{key}.")
-        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-            value = tuple(_to_frozen(ModelConfig, item, f"{key}[{index}].") for index, item in enumerate(value))
+        hint = _hints(config_class)[field.name]
+        nested = _config_class(hint)
+        if isinstance(value, BaseModel) and get_origin(hint) is Annotated:
+            value = _given(value)
+        elif isinstance(value, BaseModel) and nested is not None:
+            value = _to_frozen(nested, value, f"{key}.")
+        elif isinstance(value, tuple) and nested is not None:
+            value = tuple(_to_frozen(nested, item, f"{key}[{index}].") for index, item in enumerate(value))
         values[field.name] = value
     try:
         return config_class(**values)
     except ValueError as error:
         raise ValueError(f"{path}{error}") from error
+
+
+def _given(parsed: BaseModel) -> dict[str, Any]:
+    """The keys that were written, sections as mappings."""
+    values = {key: getattr(parsed, key) for key in parsed.model_fields_set}
+    return {key: _given(value) if isinstance(value, BaseModel) else value for key, value in values.items()}
 
 
 def _explain(error: ValidationError) -> str:
@@ -177,11 +228,10 @@ def _explain(error: ValidationError) -> str:
 
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:
     """The keys that are allowed where the last part of `location` stands."""
-    config_class: Any = ClusterConfig
+    config_class: type = ClusterConfig
     for part in location[:-1]:
         if isinstance(part, str):
-            hint = get_type_hints(config_class)[part]
-            config_class = ModelConfig if hint == tuple[ModelConfig, ...] else hint
+            config_class = _config_class(_hints(config_class)[part]) or config_class
     return [field.name for field in fields(config_class)]
 
 

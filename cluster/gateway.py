@@ -12,6 +12,7 @@ from cluster.gateway_metrics import GatewayMetrics
 from cluster.http_app import create_app
 from cluster.model_registry import ModelRegistry
 from cluster.serve_backend import ServeBackend
+from replicas.engine_config import Role
 from replicas.handles import over_grpc
 from replicas.logs import start_logging
 
@@ -28,11 +29,12 @@ MAX_ONGOING_REQUESTS = 1_000_000
 class Gateway:
     """Holds no state beyond its open connections, so that any number of gateways is the same as one."""
 
-    def __init__(self, config: GatewayConfig, router: Any, replicas: dict[str, Any], log_level: str) -> None:
-        """`replicas` maps each model's name to the handle of its deployment."""
+    def __init__(self, config: GatewayConfig, router: Any, replicas: dict[str, dict[Role, Any]], log_level: str) -> None:
+        """`replicas` maps each model's name to its pools: role to handle of the deployment."""
         start_logging(log_level)
         self._config = config
-        self._backend = ServeBackend(over_grpc(router), {name: over_grpc(handle) for name, handle in replicas.items()})
+        handles = {name: over_grpc(next(iter(pools.values()))) for name, pools in replicas.items()}
+        self._backend = ServeBackend(over_grpc(router), handles)
         self._models = ModelRegistry(tuple(replicas), self._backend)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

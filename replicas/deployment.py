@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import sys
 from collections.abc import AsyncGenerator, Callable
@@ -18,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from replicas.async_engine import AsyncEngine, StepEngine
 from replicas.cores import CoreClaim, CoreDemand, threads_of_engine, try_claim_cores
-from replicas.engine_config import EngineConfig
+from replicas.engine_config import LOOPBACK, EngineConfig
 from replicas.engine_metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS_BOUNDS, EngineMetrics
 from replicas.handles import over_grpc
 from replicas.logs import start_logging
@@ -37,6 +38,8 @@ METRICS_INTERVAL_S = 1.0
 DRAIN_POLL_S = 0.1
 DRAIN_MARGIN_S = 10.0
 """Between the end of a replica's drain, when what still runs there is handed back to be continued elsewhere, and Serve's kill."""
+HOLD_MARGIN_S = 2.0
+"""Between the end of the last wait for leases and Serve's kill."""
 SWITCH_INTERVAL_S = 0.0005
 """Between a step's native call and the next one the engine thread needs the interpreter: it must not wait 5 ms for the loop."""
 
@@ -65,7 +68,11 @@ class ReplicaDeployment:
         Within `drain_s` of Serve's wish to stop it, what runs here may end by itself."""
         start_logging(log_level)
         self._is_stopping = _stop_signal()
-        self._config = replace(config, num_threads=_num_threads(config.num_threads, demand))
+        self._config = replace(
+            config, num_threads=_num_threads(config.num_threads, demand), transfer_host=_transfer_host(config.transfer_host)
+        )
+        self._hold_until_s = math.inf
+        self._shutdown_s = shutdown_timeout_s(drain_s, config)
         self._claim: CoreClaim | None = None
         self._launcher = RayLauncher() if config.tensor_parallel_size > 1 else None
         self._check_ranks: Callable[[], None] = lambda: None
@@ -76,10 +83,17 @@ class ReplicaDeployment:
         await self._engine.start()
         description = await self.describe()
         # The runner as a tag: requests that a slower path serves can be counted and alarmed on.
-        tags = {"model": model, "replica": replica_id, "runner": description.runner, "quantization": description.quantization}
+        tags = {
+            "model": model, "replica": replica_id, "role": config.role, "runner": description.runner,
+            "quantization": description.quantization,
+        }  # fmt: skip
         self._metrics = EngineMetrics(RayMetricSink(tags))
         identity = ReplicaIdentity(
-            replica_id=replica_id, model=model, block_size=description.block_size, max_num_seqs=self._config.max_num_seqs
+            replica_id=replica_id,
+            model=model,
+            block_size=description.block_size,
+            max_num_seqs=self._config.max_num_seqs,
+            role=config.role,
         )
 
         router = over_grpc(router)
@@ -94,7 +108,7 @@ class ReplicaDeployment:
             asyncio.create_task(reporter.run(), name="reporter"),
             asyncio.create_task(self._export_metrics(), name="metrics"),
         ]
-        logger.info("replica %s serves %s: %s", replica_id, model, description)
+        logger.info("replica %s serves %s (%s): %s", replica_id, model, config.role, description)
 
     def _load(self) -> StepEngine:
         """In the engine's thread: torch is imported there and nowhere else, and the threads that OpenMP starts inherit its cores."""
@@ -135,6 +149,7 @@ class ReplicaDeployment:
         after `drain_s` ends here as cancelled, and its gateway continues it on another replica, before Serve's kill."""
         while not self._is_stopping():  # noqa: ASYNC110 - Serve has a flag, and no event
             await asyncio.sleep(DRAIN_POLL_S)
+        self._hold_until_s = asyncio.get_running_loop().time() + self._shutdown_s - HOLD_MARGIN_S
         logger.info("replica %s drains: requests may end here for %.0f s", replica_id, drain_s)
         await asyncio.sleep(drain_s)
         while True:  # again and again: a request may still have been on its way
@@ -157,7 +172,18 @@ class ReplicaDeployment:
             self._metrics.export(self._engine.stats())
             await asyncio.sleep(METRICS_INTERVAL_S)
 
+    async def _hold_leases(self) -> None:
+        """Serve ends a replica once its streams have ended. What it handed over may still be read then: it lives on until
+        that was taken, or the lease expired, within the time that Serve allows."""
+        hold_s = min(self._shutdown_s, self._hold_until_s - asyncio.get_running_loop().time())
+        if self._engine.stats().handoffs.num_leases:
+            logger.info("%d handoffs may still be read here, for %.0f s at most", self._engine.stats().handoffs.num_leases, hold_s)
+            if num_left := await self._engine.wait_leases_ended(hold_s):
+                logger.warning("%d handoffs were not taken in time; whoever wanted them computes their KV", num_left)
+
     async def __del__(self) -> None:
+        if hasattr(self, "_tasks"):
+            await self._hold_leases()
         for task in getattr(self, "_tasks", ()):
             task.cancel()
         await self._engine.shutdown()
@@ -245,6 +271,16 @@ def _stop_signal() -> Callable[[], bool]:
     if not isinstance(getattr(replica, "_shutting_down", None), bool):
         raise RuntimeError("this version of Ray Serve does not tell when a replica is stopped; install the pinned requirements.txt")
     return lambda: bool(replica._shutting_down)
+
+
+def shutdown_timeout_s(drain_s: float, config: EngineConfig) -> float:
+    """How long Serve must wait before it kills a replica that it stops: requests end or move on, then leases end."""
+    return drain_s + DRAIN_MARGIN_S + (0.0 if config.role == "unified" else config.kv_lease_s + HOLD_MARGIN_S)
+
+
+def _transfer_host(wanted: str) -> str:
+    """The node's own address in place of the default: replicas of other nodes must reach it, also of nodes that come later."""
+    return str(ray.util.get_node_ip_address()) if wanted == LOOPBACK else wanted
 
 
 def _num_threads(wanted: int | None, demand: CoreDemand) -> int:

@@ -12,6 +12,8 @@ Backend = Literal["auto", "gloo", "nccl"]
 Runner = Literal["auto", "native", "transformers"]
 Quantization = Literal["int8", "int4"]
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
@@ -75,8 +77,9 @@ class EngineConfig:
     """prefill and decode can hand KV to each other, and still do each other's work; unified computes all of its own."""
     kv_lease_s: float = 30.0
     """How long KV waits for a decode replica that says nothing, before its blocks are taken back."""
-    transfer_host: str = "127.0.0.1"
-    """Address on which the replica's transfer server listens, and under which others reach it."""
+    transfer_host: str = LOOPBACK
+    """Address on which the replica's transfer server listens, and under which others reach it. On Ray the default stands for
+    the address of the replica's node."""
     tensor_parallel_size: int = 1
     """Ranks that each hold a part of the model: GPUs, or processes that share the cores of a CPU. `kv_cache_bytes`,
     `gpu_memory_utilization` and `num_threads` are those of each rank."""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from replicas.async_engine import AsyncEngine, KVChanges
+from replicas.engine_config import Role
 from replicas.stats import ReplicaReport, ReplicaStats, ReportReply
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class ReplicaIdentity:
     model: str
     block_size: int
     max_num_seqs: int
+    role: Role = "unified"
 
 
 class Reporter:
@@ -100,6 +102,7 @@ class Reporter:
             stats=self._engine.stats(),
             block_size=self._identity.block_size,
             max_num_seqs=self._identity.max_num_seqs,
+            role=self._identity.role,
             first_event=changes.first_event,
             events=changes.events,
             is_full_state=changes.is_full_state,

@@ -17,3 +17,24 @@ def test_build_binds_one_graph_for_several_models() -> None:
 def test_build_refuses_wrong_args_in_one_line() -> None:
     with pytest.raises(ConfigError, match="did you mean 'models'"):
         build({"modls": []})
+
+
+def test_build_binds_a_deployment_for_each_pool_of_a_model() -> None:
+    pools = {"prefill": {"num_replicas": 2, "engine": {"num_threads": 3}}, "decode": {"num_replicas": 3, "engine": {"num_threads": 1}}}
+    unified = {"name": "b", "drain_s": 5, "engine": {"num_threads": 2}}
+    application = build(
+        {"models": [{"name": "org/a", "mode": "disaggregated", "drain_s": 5, "engine": {"kv_lease_s": 7}, **pools}, unified]}
+    )
+    _, _, replicas, _ = application._bound_deployment.init_args
+    assert {model: tuple(roles) for model, roles in replicas.items()} == {"org/a": ("prefill", "decode"), "b": ("unified",)}
+    deployments = [one._bound_deployment for roles in replicas.values() for one in roles.values()]
+    assert [(each.name, each.num_replicas) for each in deployments] == [
+        ("replica-org-a-prefill", 2),
+        ("replica-org-a-decode", 3),
+        ("replica-b", 1),
+    ]
+    for deployment, role in zip(deployments, ("prefill", "decode", "unified"), strict=True):
+        _, engine, num_replicas, demand, *_ = deployment.init_args
+        assert (engine.role, num_replicas, demand.num_threads) == (role, 6, 2 * 3 + 3 * 1 + 2)
+    waits_s = [each._deployment_config.graceful_shutdown_timeout_s for each in deployments]
+    assert waits_s[0] == waits_s[1] > waits_s[2] + 7, "a replica that hands over must outlive its leases"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from cluster.config import ConfigError, ModelConfig, read_config, read_environment
 from cluster.gateway_config import GatewayConfig
 from cluster.limits import RequestLimits
-from replicas.engine_config import EngineConfig
+from replicas.engine_config import EngineConfig, ParallelConfig
 from router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,8 +42,51 @@ def test_args_reach_the_frozen_classes() -> None:
     assert config.gateway.failover.max_deaths == 5
 
 
-def test_shipped_config_is_valid() -> None:
-    shipped = yaml.safe_load((ROOT / "ray_config.yaml").read_text())
+def _disaggregated(**keys: Any) -> dict[str, Any]:
+    return {"models": [{"name": "a", "mode": "disaggregated", **keys}]}
+
+
+def test_unified_model_is_one_pool() -> None:
+    (model,) = read_config({"models": [{"name": "a", "num_replicas": 3, "num_gpus": 1}]}).models
+    (pool,) = model.pools
+    assert (pool.role, pool.num_replicas, pool.num_cpus, pool.num_gpus, pool.engine) == ("unified", 3, 1.0, 1.0, EngineConfig())
+
+
+def test_pools_take_from_the_model_what_they_do_not_set() -> None:
+    parallel = {"backend": "gloo", "rank_deadline_s": 30}
+    args = _disaggregated(
+        num_cpus=2,
+        engine={"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 512, "parallel": parallel},
+        prefill={"num_replicas": 2, "engine": {"num_threads": 2, "parallel": {"rank_deadline_s": 5}}},
+        decode={"num_cpus": 0.5, "placement_strategy": "PACK", "engine": {"max_num_seqs": 64, "max_num_batched_tokens": None}},
+    )
+    (model,) = read_config(args).models
+    prefill, decode = model.pools
+    assert (prefill.role, prefill.num_replicas, prefill.num_cpus, prefill.placement_strategy) == ("prefill", 2, 2.0, "STRICT_PACK")
+    assert (decode.role, decode.num_replicas, decode.num_cpus, decode.placement_strategy) == ("decode", 1, 0.5, "PACK")
+    shared = EngineConfig(dtype="float32", parallel=ParallelConfig(backend="gloo", rank_deadline_s=30))
+    assert prefill.engine == replace(
+        shared,
+        role="prefill",
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        num_threads=2,
+        parallel=ParallelConfig(backend="gloo", rank_deadline_s=5),
+    )
+    assert decode.engine == replace(shared, role="decode", max_num_seqs=64)
+
+
+def test_disaggregated_model_without_sections_has_one_replica_of_each_role() -> None:
+    (model,) = read_config(_disaggregated()).models
+    assert [(pool.role, pool.num_replicas, pool.engine.role) for pool in model.pools] == [
+        ("prefill", 1, "prefill"),
+        ("decode", 1, "decode"),
+    ]
+
+
+@pytest.mark.parametrize("path", ["ray_config.yaml", "deploy/examples/disaggregated.yaml"])
+def test_shipped_config_is_valid(path: str) -> None:
+    shipped = yaml.safe_load((ROOT / path).read_text())
     config = read_config(shipped["applications"][0]["args"])
     assert [model.name for model in config.models] == ["smollm2-135m-instruct"]
 
@@ -77,6 +121,40 @@ def test_shipped_config_is_valid() -> None:
             "args: models[0].engine.model: folder /no/such does not exist; give",
         ),
         ({"models": [{"name": "a", "engine": {"model": "x y z"}}]}, "args: models[0].engine.model: folder x y z does not exist; give"),
+        (
+            {"models": [{"name": "a", "decode": {}}]},
+            "args: models[0].decode is a pool of mode disaggregated; set mode: disaggregated, or leave it out",
+        ),
+        ({"models": [{"name": "a", "mode": "split"}]}, "args: models[0].mode: input should be 'unified' or 'disaggregated', got 'split'"),
+        ({"models": [{"name": "a", "engine": {"role": "decode"}}]}, "args: models[0].engine.role is that of the pool; leave it out"),
+        (
+            _disaggregated(num_replicas=1),
+            "args: models[0].num_replicas is of mode unified; set prefill.num_replicas and decode.num_replicas instead",
+        ),
+        (_disaggregated(prefill={"num_replica": 2}), "args: models[0].prefill.num_replica: unknown key; did you mean 'num_replicas'?"),
+        (
+            _disaggregated(decode={"engine": {"tensor_parallel_siz": 2}}),
+            "args: models[0].decode.engine.tensor_parallel_siz: unknown key; did you mean 'tensor_parallel_size'?",
+        ),
+        (
+            _disaggregated(decode={"engine": {"parallel": {"backen": "gloo"}}}),
+            "args: models[0].decode.engine.parallel.backen: unknown key; did you mean 'backend'?",
+        ),
+        (_disaggregated(prefill={"engine": {"role": "prefill"}}), "args: models[0].prefill.engine.role is that of the pool; leave it out"),
+        *(
+            (
+                _disaggregated(decode={"engine": {key: value}}),
+                f"args: models[0].decode.engine.{key} must be the same in both pools; set it in the model's own engine section instead",
+            )
+            for key, value in (("model", None), ("dtype", "float32"), ("block_size", 8), ("max_model_len", 9), ("weights_version", "2"))
+        ),
+        (_disaggregated(decode={"num_replicas": 0}), "args: models[0].decode.num_replicas must be at least 1, got 0"),
+        (_disaggregated(prefill={"engine": {"max_num_seqs": 0}}), "args: models[0].prefill.engine.max_num_seqs must be at least 1, got 0"),
+        (
+            _disaggregated(prefill={"engine": {"max_num_seqs": "x"}}),
+            "args: models[0].prefill.engine.max_num_seqs: input should be a valid integer",
+        ),
+        (_disaggregated(decode={"num_cpus": -1}), "args: models[0].decode.num_cpus and num_gpus must be at least 0, got -1.0 and 0.0"),
     ],
 )
 def test_wrong_args_get_one_line_that_names_the_key(args: dict[str, Any], line: str) -> None:

@@ -152,6 +152,12 @@ async def test_requests_of_callers_that_the_router_takes_for_dead_are_cancelled(
     assert engine.cancelled == ["g"]
 
 
+async def test_report_names_the_pool_of_its_replica(engine: _Engine, router: _Router) -> None:
+    identity = ReplicaIdentity(replica_id="r", model="m", block_size=16, max_num_seqs=4, role="decode")
+    await Reporter(identity, engine, router.push, interval_s=0.001).report_once()  # type: ignore[arg-type]
+    assert router.reports[0].role == "decode"
+
+
 @pytest.mark.parametrize(("num_replicas", "interval_s"), [(1, 0.05), (15, 0.05), (30, 0.1), (300, 1.0), (3000, 10.0)])
 def test_interval_keeps_all_reports_under_300_a_second(num_replicas: int, interval_s: float) -> None:
     assert report_interval_s(num_replicas) == pytest.approx(interval_s)

@@ -1,0 +1,85 @@
+"""The pools of one model: which replicas there are of each role, and with what settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Annotated, Any, Literal, get_args
+
+from replicas.engine_config import EngineConfig, Role
+
+Mode = Literal["unified", "disaggregated"]
+PlacementStrategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
+SomeEngineKeys = Annotated[Mapping[str, Any], EngineConfig]
+"""Some of the engine's settings, by their names."""
+SAME_IN_BOTH_POOLS = ("model", "dtype", "max_model_len", "block_size", "quantization", "trust_remote_code", "weights_version")
+"""Settings of the engine that decide what a request means, or whether KV can be handed over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """One pool of a disaggregated model. What is left out is as in the model."""
+
+    num_replicas: int = 1
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+    placement_strategy: PlacementStrategy | None = None
+    engine: SomeEngineKeys = field(default_factory=dict)
+    """Settings of the engine in which this pool differs, e.g. tensor_parallel_size, max_num_seqs, kv_cache_bytes."""
+
+    def __post_init__(self) -> None:
+        if "role" in self.engine:
+            raise ValueError("engine.role is that of the pool; leave it out")
+        for key in SAME_IN_BOTH_POOLS:
+            if key in self.engine:
+                raise ValueError(f"engine.{key} must be the same in both pools; set it in the model's own engine section instead")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """The replicas of one role of one model, with nothing left open."""
+
+    role: Role
+    num_replicas: int
+    num_cpus: float
+    num_gpus: float
+    placement_strategy: PlacementStrategy
+    engine: EngineConfig
+
+    def __post_init__(self) -> None:
+        if self.placement_strategy not in get_args(PlacementStrategy):
+            raise ValueError(f"placement_strategy must be one of {', '.join(get_args(PlacementStrategy))}, got {self.placement_strategy!r}")
+        if self.engine.tensor_parallel_size > 1 and not (self.num_cpus > 0 or self.num_gpus > 0):
+            raise ValueError("num_cpus or num_gpus must be above 0 for each rank when engine.tensor_parallel_size is above 1")
+        if self.num_replicas < 1:
+            raise ValueError(f"num_replicas must be at least 1, got {self.num_replicas}")
+        if self.num_cpus < 0 or self.num_gpus < 0:
+            raise ValueError(f"num_cpus and num_gpus must be at least 0, got {self.num_cpus} and {self.num_gpus}")
+
+    def with_role(self, role: Role, config: PoolConfig) -> Pool:
+        """This pool with the role, the number and the differences of another. Raises ValueError naming the pool and its key."""
+        try:
+            return Pool(
+                role=role,
+                num_replicas=config.num_replicas,
+                num_cpus=self.num_cpus if config.num_cpus is None else config.num_cpus,
+                num_gpus=self.num_gpus if config.num_gpus is None else config.num_gpus,
+                placement_strategy=config.placement_strategy or self.placement_strategy,
+                engine=_engine_of(self.engine, {**config.engine, "role": role}),
+            )
+        except ValueError as error:
+            raise ValueError(f"{role}.{error}") from error
+
+
+def _engine_of(engine: EngineConfig, keys: Mapping[str, Any]) -> EngineConfig:
+    try:
+        return replace(engine, **{key: _merged(getattr(engine, key), value) for key, value in keys.items()})
+    except ValueError as error:
+        raise ValueError(f"engine.{error}") from error
+
+
+def _merged(value: Any, change: Any) -> Any:
+    """A section is changed key by key, anything else as a whole."""
+    if is_dataclass(value) and not isinstance(value, type) and isinstance(change, Mapping):
+        return replace(value, **{key: _merged(getattr(value, key), part) for key, part in change.items()})
+    return change
