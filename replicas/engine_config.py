@@ -67,6 +67,9 @@ class EngineConfig:
     """auto: the whole step as one native call where CPU, compiler and architecture allow, else transformers' modules."""
     quantization: Quantization | None = None
     """Weights of all linears as integers in groups of 32 inputs. Needs the native runner. Embedding and KV stay in `dtype`."""
+    round_activations: bool = True
+    """On CPUs that multiply bfloat16 (avx512_bf16) the native runner rounds what its bfloat16 weights multiply to bfloat16 too. False
+    keeps it float32, which takes longer."""
     attention_backend: str = "auto"
     """auto, or the name of one backend in replicas/attention; for the transformers runner."""
     num_threads: int | None = None

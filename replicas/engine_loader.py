@@ -24,6 +24,7 @@ from replicas.model_description import ModelDescription
 from replicas.model_loader import LoadedModel, ModelChoice, choose_model, load_model
 from replicas.model_runner import ModelRunner, kv_groups, transformers_logits
 from replicas.model_support import UnsupportedModel
+from replicas.native.build import variant_of
 from replicas.native.decoder import NativeMismatch
 from replicas.native.sampling import NativeDraw
 from replicas.parallel.collectives import Alone
@@ -66,6 +67,9 @@ def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None, launc
     try:
         return _load(config, choice, wiring, launcher)
     except NativeMismatch as error:
+        if choice.rounds_activations and config.quantization is None:
+            logger.warning("loading again with activations that are not rounded: %s", error)
+            return load_engine(replace(config, round_activations=False), wiring, launcher)
         if config.quantization is not None:
             raise ValueError(f"quantization {config.quantization!r} cannot serve {choice.source}: {error}; leave it out") from error
         if config.runner == "native":
@@ -123,6 +127,7 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         dtype=str(loaded.dtype).removeprefix("torch."),
         tokenizer_source=loaded.source,
         runner="native" if rank.backend is None else "transformers",
+        kernels=variant_of(loaded.native_library).name if loaded.native_library is not None else "",
         quantization=config.quantization or "none",
         tensor_parallel_size=config.tensor_parallel_size,
         weights_version=config.weights_version,

@@ -19,6 +19,8 @@ class ModelDescription:
     """Folder or Hugging Face id of the tokenizer."""
     runner: str = "transformers"
     """What runs the steps: "native" or "transformers" (the slower one on a CPU)."""
+    kernels: str = ""
+    """The variant of the native runner's kernels, named for its instruction set; empty with another runner."""
     quantization: str = "none"
     """Of the weights: "int8", "int4" or "none"."""
     tensor_parallel_size: int = 1

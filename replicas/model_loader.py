@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from replicas.default_model import prepare_default_model
 from replicas.engine_config import EngineConfig
 from replicas.model_support import UnsupportedModel, check_supported
-from replicas.native.build import NativeUnavailable, load_native_library
+from replicas.native.build import NativeUnavailable, load_native_library, variant_of
 from replicas.native.decoder import why_not_native
+from replicas.native.isa import cpu_flags, runnable
 from replicas.parallel.collectives import RankGroup
 from replicas.parallel.sharded_model import LoadedPart, load_part
 
@@ -37,6 +38,11 @@ class ModelChoice:
     device: torch.device
     native_library: ctypes.CDLL | None
     """The kernels that can run this model's whole step, if they can."""
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether the steps compute with activations rounded to bfloat16, unless the weights are quantized."""
+        return self.native_library is not None and self.dtype is torch.bfloat16 and variant_of(self.native_library).rounds_activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +150,7 @@ def resolve_dtype(name: str, checkpoint: torch.dtype | None, device: torch.devic
             return torch.float16, "the checkpoint is bfloat16, which this GPU does not compute in"
         return checkpoint, "the checkpoint's own"
     if checkpoint is torch.bfloat16 and is_native:
-        return checkpoint, "the checkpoint's own; the native kernels compute in float32 from it"
+        return checkpoint, "the checkpoint's own, and the native kernels compute from it"
     if checkpoint is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.bfloat16, "the checkpoint's own, and this CPU multiplies in it"
     return torch.float32, f"the checkpoint is {short}, which this CPU does not multiply in"
@@ -158,11 +164,12 @@ def _native_library(config: EngineConfig, hf_config: Any, device: torch.device) 
     reason = f"it runs on a CPU, not on {device.type}" if device.type != "cpu" else why_not_native(hf_config)
     if reason is None:
         try:
-            library = load_native_library()
+            may_round = config.round_activations
+            library = load_native_library(variants=[isa for isa in runnable(cpu_flags()) if may_round or not isa.rounds_activations])
         except NativeUnavailable as error:
             reason = str(error)
         else:
-            logger.info("runner native: each step is one call into compiled kernels")
+            logger.info("runner native: each step is one call into kernels compiled for %s", variant_of(library).name)
             return library
     if config.quantization is not None:
         raise ValueError(

@@ -15,11 +15,12 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from replicas.native.isa import InstructionSet, cpu_flags, runnable
+from replicas.native.isa import BEST_FIRST, EMULATED_BF16, InstructionSet, cpu_flags, runnable
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,13 @@ class NativeUnavailable(RuntimeError):
     """This machine cannot build or load the kernels; the message says why. The torch path serves instead."""
 
 
-def load_native_library(cache_dir: Path | None = None, isa: InstructionSet | None = None) -> ctypes.CDLL:
-    """The kernels for the best instruction set that this CPU runs, or for `isa`; raises NativeUnavailable.
+class _CompilerFailed(NativeUnavailable):
+    """The compiler ran and refused: it may be too old for the variant, and good for the next one."""
+
+
+def load_native_library(cache_dir: Path | None = None, variants: Sequence[InstructionSet] = ()) -> ctypes.CDLL:
+    """The kernels in the first of `variants` that the compiler can make, by default the best that this CPU runs; raises
+    NativeUnavailable.
 
     Built when the cache (`~/.cache/manta/native`) lacks them.
     """
@@ -43,7 +49,23 @@ def load_native_library(cache_dir: Path | None = None, isa: InstructionSet | Non
     if compiler is None:
         raise NativeUnavailable("no C++ compiler (g++ or clang++) is installed")
     cache_dir = cache_dir or Path.home() / ".cache" / "manta" / "native"
-    isa = isa or runnable(cpu_flags())[0]
+    *better, last = variants or runnable(cpu_flags())
+    for isa in better:
+        try:
+            return _load(compiler, isa, cache_dir)
+        except _CompilerFailed as error:
+            logger.info("no CPU kernels for %s: %s", isa.name, error)
+    return _load(compiler, last, cache_dir)
+
+
+def variant_of(library: ctypes.CDLL) -> InstructionSet:
+    """Which variant of the kernels was loaded."""
+    library.manta_variant.restype = ctypes.c_char_p
+    name = library.manta_variant().decode()
+    return next(isa for isa in (*BEST_FIRST, EMULATED_BF16) if isa.name == name)
+
+
+def _load(compiler: str, isa: InstructionSet, cache_dir: Path) -> ctypes.CDLL:
     path = cache_dir / f"kernels-{isa.name}-{_fingerprint(compiler, isa)}.so"
     if not _is_whole(path):
         _build(compiler, isa, path)
@@ -70,10 +92,11 @@ def _build(compiler: str, isa: InstructionSet, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
-            command = [compiler, *FLAGS, *isa.compiler_flags, str(SOURCE), "-o", str(built), *_openmp_runtime()]
+            name = f'-DMANTA_VARIANT="{isa.name}"'
+            command = [compiler, *FLAGS, *isa.compiler_flags, name, str(SOURCE), "-o", str(built), *_openmp_runtime()]
             result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             if result.returncode != 0:
-                raise NativeUnavailable(f"{compiler} failed: {(result.stderr.strip().splitlines() or ['no output'])[0]}")
+                raise _CompilerFailed(f"{compiler} failed: {(result.stderr.strip().splitlines() or ['no output'])[0]}")
             digest = built.with_suffix(".sha256")
             digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
             built.replace(path)

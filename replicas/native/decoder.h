@@ -60,7 +60,7 @@ void with_weight(const MantaLinear& linear, F&& call) {
     };
     switch (linear.element) {
         case MANTA_FLOAT32: return as(Float32{});
-        case MANTA_BFLOAT16: return as(BFloat16Pair{});
+        case MANTA_BFLOAT16: return as(BFloat16Element{});
         case MANTA_INT8: return as(Int8{});
         default: return as(Int4{});
     }

@@ -20,6 +20,9 @@ void with_type(bool is_bfloat16, F&& call) {
 
 extern "C" {
 
+// The name of the instruction set that these kernels were built for.
+const char* manta_variant() { return MANTA_VARIANT; }
+
 struct MantaAttentionArgs {
     void *query, *key, *value, *out, *k_cache, *v_cache;
     const int32_t *tables, *query_starts, *context_lens;
@@ -53,6 +56,21 @@ void manta_multiply(const float* in, int64_t num_rows, const MantaLinear* linear
         manta::multiply(in, num_rows, weight, out, prepared.data(), num_threads);
     });
 }
+
+#ifdef MANTA_BF16_DOT
+// sums [num, LANES] += the dots of pairs of bfloat16 in a and b, for tests of that arithmetic alone.
+void manta_add_dots(float* sums, const uint32_t* a, const uint32_t* b, int64_t num) {
+    for (int64_t i = 0; i < num * manta::LANES; i += manta::LANES) {
+        manta::Vector sum;
+        manta::Words pairs, others;
+        std::memcpy(&sum, sums + i, sizeof sum);
+        std::memcpy(&pairs, a + i, sizeof pairs);
+        std::memcpy(&others, b + i, sizeof others);
+        manta::add_dot(sum, pairs, others);
+        std::memcpy(sums + i, &sum, sizeof sum);
+    }
+}
+#endif
 
 // token_ids [num_rows]: what each of `rows` of the logits draws.
 void manta_draw(const float* logits, int64_t row_stride, int64_t vocab_size, const int64_t* rows, int64_t num_rows,

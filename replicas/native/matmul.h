@@ -3,7 +3,8 @@
 // B [N, K] is packed in panels of 16 outputs, each [K / STEP, 16] words of 32 bits that hold STEP neighbouring k's of one output:
 // one float, two bfloat16, four int8 or eight int4, the first in the lowest bits. Words are widened to float in registers. Every
 // output is one sum over k in a fixed order, whatever the number of rows, so a row's result is the same to the bit alone or in a
-// batch.
+// batch. Where the CPU has an instruction for pairs of bfloat16, words are not widened, and `prepare` rounds the activations to
+// bfloat16 too.
 //
 // Quantized weights are w = unit * (scale * u + least): u unsigned, one unit for each output, scale and least integers for each output
 // and GROUP k's, which follow the group's words. A word is masked, not shifted, before it becomes a float, so u comes out times a
@@ -12,6 +13,7 @@
 
 #include <vector>
 
+#include "bfloat16_dot.h"
 #include "vector.h"
 
 namespace manta {
@@ -20,18 +22,28 @@ constexpr int PANEL = LANES;
 constexpr int ROW_BLOCK = 96;  // rows, a multiple of MAX_ROWS
 constexpr int GROUP = 32;      // k's of quantized weights that share a scale
 
-// Element types: how many k's a word holds, and how the j-th of them becomes a float.
+// Element types: how many k's a word holds, and how the j-th of them becomes a float; how many k's of the activations lie in the
+// 32 bits of a float.
 struct Float32 {
-    static constexpr int STEP = 1;
+    static constexpr int STEP = 1, PER_FLOAT = 1;
     static Vector widen(Words words, int) { return as_floats(words); }
 };
-struct BFloat16Pair {
-    static constexpr int STEP = 2;
+struct BFloat16Widened {
+    static constexpr int STEP = 2, PER_FLOAT = 1;
     static Vector widen(Words words, int j) { return as_floats(j == 0 ? words << 16 : words & 0xffff0000u); }
 };
+#ifdef MANTA_BF16_DOT
+struct BFloat16Dot {
+    static constexpr int STEP = 2, PER_FLOAT = 2;
+    static void add(Vector& sum, const Words& pair, const Words& words) { add_dot(sum, pair, words); }
+};
+using BFloat16Element = BFloat16Dot;
+#else
+using BFloat16Element = BFloat16Widened;
+#endif
 template <int BITS>
 struct Unsigned {
-    static constexpr int STEP = 32 / BITS;
+    static constexpr int STEP = 32 / BITS, PER_FLOAT = 1;
     static constexpr uint32_t MASK = (1u << BITS) - 1;
     // The last one cannot be masked only: it would come out negative.
     static Vector widen(Words words, int j) { return to_floats(j == STEP - 1 ? words >> (32 - BITS) : words & (MASK << (BITS * j))); }
@@ -62,13 +74,21 @@ struct PackedWeight {
     int64_t num_groups() const { return padded_k() / GROUP; }
     int64_t panel_words() const { return IS_QUANTIZED<E> ? num_groups() * GROUP_WORDS<E> : padded_k() / E::STEP * PANEL; }
     // Floats of a prepared row of activations: the numbers, then the sum of each group.
-    int64_t prepared_stride() const { return padded_k() + (IS_QUANTIZED<E> ? num_groups() : 0); }
-    bool wants_preparation() const { return IS_QUANTIZED<E> || padded_k() != num_k; }
+    int64_t prepared_stride() const { return padded_k() / E::PER_FLOAT + (IS_QUANTIZED<E> ? num_groups() : 0); }
+    bool wants_preparation() const { return IS_QUANTIZED<E> || E::PER_FLOAT > 1 || padded_k() != num_k; }
 };
 
-// One row of activations as the tiles want it: padded with zeros, and for quantized weights divided and summed.
+// One row of activations as the tiles want it: padded with zeros; rounded to pairs of bfloat16, the first in the lowest bits; for
+// quantized weights divided and summed.
 template <typename E>
 void prepare(const float* row, const PackedWeight<E>& b, float* to) {
+    if constexpr (E::PER_FLOAT > 1) {
+        BFloat16* numbers = reinterpret_cast<BFloat16*>(to);
+#pragma omp simd
+        for (int64_t k = 0; k < b.num_k; ++k) store(numbers + k, row[k]);
+        std::fill(numbers + b.num_k, numbers + b.padded_k(), BFloat16{0});
+        return;
+    }
     std::memcpy(to, row, b.num_k * sizeof(float));
     std::fill(to + b.num_k, to + b.padded_k(), 0.0f);
     if constexpr (IS_QUANTIZED<E>) {
@@ -95,12 +115,21 @@ inline __attribute__((always_inline)) void add_products(const float* a, int64_t 
         UNROLL for (int p = 0; p < P; ++p) if (ahead > 0) __builtin_prefetch(b + p * panel_stride + ahead);
         UNROLL for (int v = 0; v < V; ++v)
             std::memcpy(&words[v], b + v / NUM_VECTORS * panel_stride + v % NUM_VECTORS * WIDTH, sizeof words[v]);
-        UNROLL for (int j = 0; j < E::STEP; ++j) {
-            Vector w[V];
-            UNROLL for (int v = 0; v < V; ++v) w[v] = E::widen(words[v], j);
+        if constexpr (E::PER_FLOAT > 1) {
             UNROLL for (int r = 0; r < R; ++r) {
-                const float a_rk = a[r * a_stride + k + j];
-                UNROLL for (int v = 0; v < V; ++v) sum[r][v] += a_rk * w[v];
+                uint32_t a_rk;
+                std::memcpy(&a_rk, a + r * a_stride + k / E::STEP, sizeof a_rk);
+                const Words same = Words{} + a_rk;
+                UNROLL for (int v = 0; v < V; ++v) E::add(sum[r][v], same, words[v]);
+            }
+        } else {
+            UNROLL for (int j = 0; j < E::STEP; ++j) {
+                Vector w[V];
+                UNROLL for (int v = 0; v < V; ++v) w[v] = E::widen(words[v], j);
+                UNROLL for (int r = 0; r < R; ++r) {
+                    const float a_rk = a[r * a_stride + k + j];
+                    UNROLL for (int v = 0; v < V; ++v) sum[r][v] += a_rk * w[v];
+                }
             }
         }
     }
@@ -175,7 +204,7 @@ void multiply_whole_k(const float* a, int64_t a_stride, const PackedWeight<E>& b
         clear<R, P * NUM_VECTORS>(sum);
         const int64_t num_k = std::max<int64_t>(0, b.padded_k() - AHEAD / PANEL * E::STEP);
         add_products<R, P, E>(a, a_stride, from, stride, num_k, AHEAD, sum);
-        add_products<R, P, E>(a + num_k, a_stride, from + num_k / E::STEP * PANEL, stride, b.padded_k() - num_k, skip, sum);
+        add_products<R, P, E>(a + num_k / E::PER_FLOAT, a_stride, from + num_k / E::STEP * PANEL, stride, b.padded_k() - num_k, skip, sum);
         UNROLL for (int r = 0; r < R; ++r)
             UNROLL for (int p = 0; p < P; ++p) store_lanes(&sum[r][p * NUM_VECTORS], to + r * b.stride() + p * PANEL);
     }
@@ -211,7 +240,7 @@ void multiply_many(const float* a, int64_t a_stride, int64_t num_rows, const Pac
                 __builtin_prefetch(next + i * PANEL);
             with_rows((t + 1) * num_rows / num_tiles - r, [&](auto rows) {
                 constexpr int R = decltype(rows)::value;
-                const float* a_rk = a + r * a_stride + k;
+                const float* a_rk = a + r * a_stride + k / E::PER_FLOAT;
                 float* c_r = to + r * b.stride();
                 if constexpr (IS_QUANTIZED<E>) {
                     const float* group_sums = a + r * a_stride + b.padded_k() + k / GROUP;

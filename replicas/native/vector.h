@@ -48,7 +48,7 @@ inline float exp_nonpositive(float x) {
     return x < -87.0f ? 0.0f : e * scale;
 }
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(MANTA_EMULATE_BF16)
 constexpr int WIDTH = 16;  // floats in a register
 #elif defined(__AVX__)
 constexpr int WIDTH = 8;

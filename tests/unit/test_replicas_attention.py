@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", params=runnable(cpu_flags()), ids=lambda isa: isa.name)
 def native(request: pytest.FixtureRequest) -> NativeAttention:
     """Every variant of the kernel that this machine can run."""
-    return NativeAttention(load_native_library(isa=request.param))
+    return NativeAttention(load_native_library(variants=[request.param]))
 
 
 def _call(num_heads: int, num_kv_heads: int, k_dim: int, v_dim: int, window: int | None = None, softcap: float | None = None) -> LayerCall:

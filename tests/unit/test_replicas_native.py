@@ -21,32 +21,22 @@ from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
 from replicas.model_runner import kv_groups, probe_layers
 from replicas.native import build
-from replicas.native.build import NativeUnavailable, load_native_library
-from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, as_struct, why_not_native
-from replicas.native.isa import AVX2, AVX512, PLAIN, cpu_flags, runnable
-from replicas.native.packing import Element, PackedLinear, pack, padded, unpack
+from replicas.native.build import NativeUnavailable, load_native_library, variant_of
+from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, why_not_native
+from replicas.native.isa import AVX2, AVX512, AVX512_BF16, EMULATED_BF16, PLAIN, InstructionSet, cpu_flags, runnable
+from replicas.native.packing import Element, PackedLinear, pack, unpack
 from replicas.request_state import RequestState
 from replicas.step_plan import ScheduledChunk, StepPlan
 from replicas.step_tensors import StepTensors
+from tests.unit.native_kernels import multiply
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=runnable(cpu_flags()), ids=lambda isa: isa.name)
+@pytest.fixture(scope="module", params=[*runnable(cpu_flags()), EMULATED_BF16], ids=lambda isa: isa.name)
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """Every variant of the kernels that this machine can run."""
-    return load_native_library(isa=request.param)
-
-
-def _multiply(library: ctypes.CDLL, a_MK: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    out = torch.empty(a_MK.shape[0], padded(packed.num_outputs))
-    keep: list[torch.Tensor] = []
-    linear = as_struct(packed, lambda tensor: keep.append(tensor) or tensor.data_ptr())
-    library.manta_multiply(
-        ctypes.c_void_p(a_MK.data_ptr()), ctypes.c_int64(a_MK.shape[0]), ctypes.byref(linear), ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_int32(2),
-    )  # fmt: skip
-    return out[:, : packed.num_outputs]
+    return load_native_library(variants=[request.param])
 
 
 def _packed(num_outputs: int, num_k: int, element: Element, seed: int = 0) -> PackedLinear:
@@ -68,19 +58,20 @@ def test_multiply_of_any_shape_equals_float64(
     packed = _packed(num_outputs, num_k, element, seed)
     w_NK = unpack(packed).double()
     a_MK = torch.randn(num_rows, num_k, generator=torch.Generator().manual_seed(seed + 1))
-    expected = a_MK.double() @ w_NK.T
+    is_rounded = element is Element.BFLOAT16 and variant_of(library).rounds_activations
+    expected = (a_MK.bfloat16() if is_rounded else a_MK).double() @ w_NK.T
     # Far above K roundings of the running sum, whose terms are as large as the row's largest weight in a quantized type.
     size_NK = w_NK.abs().amax(1, keepdim=True).expand_as(w_NK) if element.is_quantized else w_NK.abs()
     bound = 1e-6 * (num_k + 8) * (a_MK.abs().double() @ size_NK.T)
-    assert bool(((_multiply(library, a_MK, packed).double() - expected).abs() <= bound).all())
+    assert bool(((multiply(library, a_MK, packed).double() - expected).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("element", Element)
 def test_multiply_of_a_row_gives_the_same_bits_alone_and_in_any_batch(library: ctypes.CDLL, element: Element) -> None:
     a_MK, packed = torch.randn(67, 601), _packed(100, 601, element)
-    alone = torch.cat([_multiply(library, a_MK[i : i + 1].contiguous(), packed) for i in range(67)])
+    alone = torch.cat([multiply(library, a_MK[i : i + 1].contiguous(), packed) for i in range(67)])
     for size in (2, 3, 5, 6, 7, 12, 13, 67):
-        assert torch.equal(_multiply(library, a_MK[:size].contiguous(), packed), alone[:size])
+        assert torch.equal(multiply(library, a_MK[:size].contiguous(), packed), alone[:size])
 
 
 CONFIG = LlamaConfig(
@@ -225,7 +216,7 @@ def test_load_with_a_quantization_caches_it_and_says_so(
 ) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     library = load_native_library(Path("~/.cache/manta/native").expanduser())
-    monkeypatch.setattr("replicas.model_loader.load_native_library", lambda: library)
+    monkeypatch.setattr("replicas.model_loader.load_native_library", lambda **variants: library)
     config = EngineConfig(model=str(_saved_model(tmp_path / "model")), kv_cache_bytes=1 << 20, quantization="int8")
     fingerprints = set()
     for logged in ("kept the quantized weights", "quantized weights from"):
@@ -265,6 +256,7 @@ def test_runnable_variants_follow_the_cpu_flags(tmp_path: Path) -> None:
     assert runnable(frozenset()) == [PLAIN]
     assert runnable(AVX2.cpu_flags | {"sse2"}) == [AVX2, PLAIN]
     assert runnable(AVX512.cpu_flags) == [AVX512, AVX2, PLAIN]
+    assert runnable(AVX512_BF16.cpu_flags) == [AVX512_BF16, AVX512, AVX2, PLAIN]
     assert runnable(AVX512.cpu_flags - {"avx512vl"}) == [AVX2, PLAIN]
     assert cpu_flags(tmp_path / "none") == frozenset()
 
@@ -288,6 +280,19 @@ def test_build_replaces_a_broken_library(tmp_path: Path, small_source: Path) -> 
     (broken.parent / whole.with_suffix(".sha256").name).write_bytes(whole.with_suffix(".sha256").read_bytes())
     assert load_native_library(tmp_path / "broken").manta_answer() == 42
     assert broken.stat().st_size > 1000
+
+
+def test_build_with_a_compiler_too_old_for_the_best_variant_takes_the_next(
+    tmp_path: Path, small_source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    future = InstructionSet("future", ("-mno-such-instructions",), frozenset())
+    with caplog.at_level(logging.INFO):
+        library = load_native_library(tmp_path / "cache", [future, PLAIN])
+    assert library.manta_answer() == 42
+    assert "no CPU kernels for future: " in caplog.text
+    assert "CPU kernels: plain" in caplog.text
+    with pytest.raises(NativeUnavailable, match="no-such-instructions"):
+        load_native_library(tmp_path / "cache", [future])
 
 
 def test_build_by_two_processes_at_once_succeeds_in_both(tmp_path: Path, small_source: Path) -> None:
