@@ -161,7 +161,7 @@ def _limits(engine: dict[str, Any]) -> list[str]:
         return []
     roof, cost = Roofline(**engine["roofline"]), ModelCost(**engine["cost"])
     limits = (
-        f"Measured limits: {roof.weight_bytes / 1e6:.0f} MB of weights stream at {roof.bandwidth_bytes_per_s / 1e9:.1f} GB/s, a float32 "
+        f"Measured limits: {roof.weight_bytes / 1e6:.0f} MB of weights stream at {roof.bandwidth_bytes_per_s / 1e9:.1f} GB/s, torch's "
         f"matmul of many rows makes {roof.matmul_flops_per_s / 1e9:.0f} GFLOP/s, a token takes {roof.flops_per_token / 1e9:.3f} GFLOP in "
         "linears."
     )

@@ -128,6 +128,7 @@ def _prepare_ours(
     import torch
 
     from replicas.llm import LLM
+    from replicas.native.isa import AVX512_BF16
     from replicas.text.tokenizer import Tokenizer
     from tests.bench import manta_engine
     from tests.bench.roofline import QUANTIZED_BITS, measure_roofline, model_cost
@@ -141,7 +142,7 @@ def _prepare_ours(
     own = engine.description.dtype
     if wanted == "auto":
         facts["dtype_reason"] = "what the engine takes by itself"
-    facts |= {"dtype": quantization or own, "runner": engine.description.runner}
+    facts |= {"dtype": quantization or own, "runner": f"{engine.description.runner} {engine.description.kernels}".strip()}
     llm = LLM.from_engine(engine, Tokenizer.load(task.model))
     manta_engine.run_workload(llm, warm_up)
     prompts = load_workload("B32", task.model, WARM_UP_REPETITION + 1, task.cut).prompt_ids
@@ -152,7 +153,8 @@ def _prepare_ours(
         if rows and device.type == "cpu":
             cost = model_cost(task.model)
             weight_bits = QUANTIZED_BITS.get(quantization or "", 8.0 * getattr(torch, own).itemsize)
-            found |= {"cost": asdict(cost), "roofline": asdict(measure_roofline(cost, weight_bits))}
+            rounds = quantization is None and own == "bfloat16" and engine.description.kernels == AVX512_BF16.name
+            found |= {"cost": asdict(cost), "roofline": asdict(measure_roofline(cost, weight_bits, rounds_activations=rounds))}
         return found
 
     return (lambda workload: manta_engine.run_workload(llm, workload)), sweep_and_roofline

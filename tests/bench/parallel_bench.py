@@ -109,6 +109,7 @@ def main() -> None:
     options = parser.parse_args()
     sys.stdout.write(f"{hardware_line(len(os.sched_getaffinity(0)))}\n")
     sys.stdout.write("| ranks | threads each | step | ms | collectives | step message |\n|---|---|---|---|---|---|\n")
+    runners = {}  # runner and variant of its kernels, in the order of the sizes
     for size in options.sizes:
         config = EngineConfig(
             model=options.model, tensor_parallel_size=size, runner=options.runner, dtype=options.dtype, enable_prefix_caching=False,
@@ -117,6 +118,7 @@ def main() -> None:
         engine = Engine.load(config)
         try:
             watch = _Watch(engine)
+            runners[f"{engine.description.runner} {engine.description.kernels}".strip()] = None
             vocab_size = engine.description.vocab_size
             prompts = [[(7919 * i + 31 * row + 13) % vocab_size for i in range(PROMPT_TOKENS)] for row in range(max(BATCHES))]
             long = [[(7919 * i + 31 * row + 17) % vocab_size for i in range(512)] for row in range(8)]
@@ -131,6 +133,7 @@ def main() -> None:
             sys.stdout.flush()
         finally:
             engine.close()
+    sys.stdout.write(f"\nRunner: {', '.join(runners)}.\n")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Roofline:
     bandwidth_bytes_per_s: float
     """Streaming as many bytes as the weights have, with the engine's threads."""
     matmul_flops_per_s: float
-    """torch's float32 matmul of many rows, with the engine's threads."""
+    """torch's matmul of many rows, in the type that the engine multiplies in, with the engine's threads."""
 
     def bandwidth_bound(self, batch_size: int) -> float:
         """Tokens a second if reading the weights were all of a step."""
@@ -81,14 +81,15 @@ def model_cost(model: str) -> ModelCost:
     )
 
 
-def measure_roofline(cost: ModelCost, weight_bits: float) -> Roofline:
-    """Takes some seconds, and memory as large as the weights. Uses torch's threads as they are set."""
+def measure_roofline(cost: ModelCost, weight_bits: float, *, rounds_activations: bool = False) -> Roofline:
+    """Takes some seconds, and memory as large as the weights. Uses torch's threads as they are set. `rounds_activations`: the engine
+    multiplies bfloat16 by bfloat16, not float32 by float32."""
     weight_bytes = round(cost.num_weights * weight_bits / 8)
     return Roofline(
         weight_bytes=weight_bytes,
         flops_per_token=cost.flops_per_token,
         bandwidth_bytes_per_s=weight_bytes / _stream_s(weight_bytes),
-        matmul_flops_per_s=_matmul_flops_per_s(),
+        matmul_flops_per_s=_matmul_flops_per_s(rounds_activations),
     )
 
 
@@ -103,10 +104,11 @@ def _stream_s(num_bytes: int) -> float:
     return whole_s * num_bytes / (4 * data_RC.numel())
 
 
-def _matmul_flops_per_s() -> float:
+def _matmul_flops_per_s(is_bfloat16: bool) -> float:
     import torch
 
-    a, b = torch.rand(_MATMUL_ROWS, 1024), torch.rand(1024, 1024)
+    dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+    a, b = torch.rand(_MATMUL_ROWS, 1024, dtype=dtype), torch.rand(1024, 1024, dtype=dtype)
     return 2 * _MATMUL_ROWS * 1024 * 1024 / _least_s(lambda: torch.mm(a, b))
 
 
