@@ -148,8 +148,11 @@ class ReplicaState:
     def recent_work_s(self, now_s: float) -> float:
         """Prefill sent here lately. A replica that is known for less than the window is taken to go on as it began: else
         a new one would look idle for minutes."""
+        return self._decayed_work_s(now_s) * self._work_scale(now_s)
+
+    def _work_scale(self, now_s: float) -> float:
         known_s = max(_LEAST_KNOWN_S, now_s - self._known_since_s)
-        return self._decayed_work_s(now_s) / (1 - exp(-known_s / RECENT_WORK_S))
+        return 1 / (1 - exp(-known_s / RECENT_WORK_S))
 
     def _decayed_work_s(self, now_s: float) -> float:
         return self._recent_work_s * exp((self._recent_at_s - now_s) / RECENT_WORK_S)
@@ -171,6 +174,7 @@ class ReplicaState:
             num_booked_prefill_tokens=self._unseen_prefill_tokens + self.held_tokens,
             num_booked_context_tokens=self._unseen_context_tokens,
             recent_work_s=self.recent_work_s(now_s),
+            recent_work_scale=self._work_scale(now_s),
             report_age_s=now_s - self.reported_s,
         )
         if is_plain:

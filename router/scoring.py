@@ -130,7 +130,10 @@ class ScoringPolicy:
         queueing_s = num_behind * computed_s
         slowdown_s = weights.slowdown * stats.num_running * computed_s
         decode_s = weights.decode * num_outputs * step_s
-        ahead_s = replica.recent_work_s - least_work_s
+        # What one prompt more or less would have been extrapolated to says nothing: in the first minutes that is a lot.
+        ahead_s = replica.recent_work_s - least_work_s - (replica.recent_work_scale - 1.0) * request.num_prompt_tokens / rate
+        if ahead_s < 0:
+            ahead_s = 0.0
         beyond_s = ahead_s - weights.tolerance * least_work_s
         balance_s = _COLD_BALANCE * ahead_s + (weights.balance * beyond_s if beyond_s > 0 else 0.0)
         cost = wait_s + prefill_s + pending_s + capacity_s + queueing_s + slowdown_s + eviction_s + decode_s + balance_s

@@ -64,6 +64,8 @@ class ReplicaSnapshot(NamedTuple):
     recent_work_s: float = 0.0
     """Seconds of prefill sent there lately, decaying with `RECENT_WORK_S`; under a steady load, that times its utilization.
     It keeps replicas even while none of them has a queue."""
+    recent_work_scale: float = 1.0
+    """By how much that was extrapolated from the time since the replica is known; nears 1 with time."""
     report_age_s: float = 0.0
 
 

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import httpx
@@ -33,12 +33,14 @@ from tests.data_paths import SHARED_DATA
 
 RAY_LOGS = Path("/tmp/ray/session_latest/logs")
 BLOCK_SIZE = 16
+STEP_TOKENS = 256  # the budget of a step, live and simulated
 
 
 async def conversations(cluster: ServedCluster, arguments: argparse.Namespace) -> int:
     """Conversations that grow turn by turn: how much of what a turn shares with the one before was cached, and where the work went."""
     await cluster.wait_ready(300.0)
     shares: list[float] = []
+    worst: tuple[float, str] = (1.0, "")  # the least share, and how its turn was decided
     work: Counter[str] = Counter()  # replica -> tokens computed there
     texts = _paragraphs()
     system = " ".join(texts[-4:])  # what all of them begin with
@@ -49,6 +51,7 @@ async def conversations(cluster: ServedCluster, arguments: argparse.Namespace) -
             return list((await http.post(f"{cluster.url}/tokenize", json=body)).json()["tokens"])
 
         async def converse(number: int) -> None:
+            nonlocal worst
             text, before = f"{system}\n\nConversation {number}.", []
             for turn in range(arguments.turns):
                 text += f"\n\nUser: {texts[number * arguments.turns + turn]}\nAssistant:"
@@ -58,9 +61,12 @@ async def conversations(cluster: ServedCluster, arguments: argparse.Namespace) -
                 if stream.error is not None:
                     raise RuntimeError(stream.error)
                 shared = next((i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), min(len(before), len(prompt)))
+                answers = (await http.get(f"{cluster.url}/debug/router/explain/{stream.answer_id}")).json()["answers"]
                 if turn:
                     shares.append(stream.num_cached_tokens / shared)
-                answers = (await http.get(f"{cluster.url}/debug/router/explain/{stream.answer_id}")).json()["answers"]
+                    worst = min(
+                        worst, (shares[-1], f"conversation {number}, turn {turn}, {shared} tokens shared: {json.dumps(answers[-1])}")
+                    )
                 work[answers[-1]["replica"]] += len(prompt) - stream.num_cached_tokens + stream.num_tokens
                 text += stream.text
                 before = await tokens(text)
@@ -70,7 +76,7 @@ async def conversations(cluster: ServedCluster, arguments: argparse.Namespace) -
     busiest = max(work.values()) / (sum(work.values()) / num_replicas)
     num_moved = sum(share < 0.9 for share in shares)  # to a less busy replica, where that was the sooner answer
     print(f"{len(shares)} later turns: {median(shares):.1%} of what each shares was cached at the median, {min(shares):.1%} at least")
-    print(f"{num_moved} of them went where less than 90 % was cached")
+    print(f"{num_moved} of them went where less than 90 % was cached; the worst: {worst[1]}")
     print(f"busiest replica {busiest:.2f}x the mean of {num_replicas}, work {dict(work)}")
     return int(num_moved > 0 or busiest > 1.5)
 
@@ -84,6 +90,9 @@ async def prediction(cluster: ServedCluster, arguments: argparse.Namespace) -> i
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as http:
         tasks: list[asyncio.Task[Stream]] = []
         started_s = time.monotonic()
+        judged_s = started_s + 60 * (arguments.minutes - 1)  # the last minute is the recorded one; what comes before warms up
+        speeds = _Speeds()
+        watch = asyncio.create_task(speeds.watch(cluster, judged_s))
         while time.monotonic() < started_s + 60 * arguments.minutes:
             await asyncio.sleep(dice.expovariate(arguments.rate))
             length = dice.randrange(40, 300)
@@ -93,12 +102,11 @@ async def prediction(cluster: ServedCluster, arguments: argparse.Namespace) -> i
             streams.append(stream)
             tasks.append(asyncio.create_task(stream.run(http, cluster.url)))
         await asyncio.gather(*tasks)
-        await asyncio.sleep(1.0)
-        view = await cluster.view()
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
     records = _access_records({str(stream.answer_id) for stream in streams})
     ratios, live = [], []
     trace: list[TraceRequest] = []
-    judged_s = started_s + 60 * (arguments.minutes - 1)  # the last minute is the recorded one; what comes before warms up
     for stream in streams:
         record = records.get(str(stream.answer_id))
         if record is None or stream.error is not None:
@@ -110,9 +118,8 @@ async def prediction(cluster: ServedCluster, arguments: argparse.Namespace) -> i
         if stream.sent_s >= judged_s:
             live.append(record["ttft_ms"] / 1000)
             trace.append(_trace_request(len(trace), stream.sent_s - judged_s, record))
-    (replica,) = view["replicas"].values()
-    rate, step_s = replica["prefill_tokens_per_s"], replica["decode_step_s"]
-    simulated = _simulate(trace, rate, step_s, replica["num_blocks"])
+    rate, step_s = 1 / mean(speeds.seconds_per_token), mean(speeds.decode_step_s)
+    simulated = _simulate(trace, rate, step_s, speeds.num_blocks)
     errors = [abs(ratio - 1) for ratio in ratios]
     mean_live, mean_simulated = sum(live) / len(live), sum(simulated) / len(simulated)
     print(hardware_line(2))
@@ -123,6 +130,25 @@ async def prediction(cluster: ServedCluster, arguments: argparse.Namespace) -> i
         f"({mean_simulated / mean_live - 1:+.1%})"
     )
     return int(median(errors) > 0.3 or abs(mean_simulated / mean_live - 1) > 0.2)
+
+
+class _Speeds:
+    """What the one replica reported while the minute was recorded, once a second: a machine changes its speed within minutes."""
+
+    def __init__(self) -> None:
+        self.seconds_per_token: list[float] = []
+        self.decode_step_s: list[float] = []
+        self.num_blocks = 0
+
+    async def watch(self, cluster: ServedCluster, from_s: float) -> None:
+        """Until cancelled."""
+        await asyncio.sleep(from_s - time.monotonic())
+        while True:
+            for replica in (await cluster.view())["replicas"].values():
+                self.seconds_per_token.append(1 / replica["prefill_tokens_per_s"])
+                self.decode_step_s.append(replica["decode_step_s"])
+                self.num_blocks = replica["num_blocks"]
+            await asyncio.sleep(1.0)
 
 
 async def priority(cluster: ServedCluster, arguments: argparse.Namespace) -> int:
@@ -188,7 +214,12 @@ def _simulate(trace: Sequence[TraceRequest], prefill_tokens_per_s: float, decode
     )
     router_config = RouterConfig(prior_prefill_tokens_per_s=prefill_tokens_per_s)
     config = SimulationConfig(
-        num_replicas=1, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=64, max_num_batched_tokens=128, has_deadlines=False
+        num_replicas=1,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=64,
+        max_num_batched_tokens=STEP_TOKENS,
+        has_deadlines=False,
     )
     simulation = Simulation(config, router_config, make_policy(router_config), StepTimer(model, device))
     return [outcome.ttft_s for outcome in simulation.run(trace).outcomes if outcome.ttft_s is not None]
@@ -201,7 +232,9 @@ def _paragraphs() -> list[str]:
 
 LAYOUTS = {
     "conversations": Layout(num_replicas=3, num_gateways=1, is_default_model=True),
-    "prediction": Layout(num_replicas=1, num_gateways=1, is_default_model=True, engine={"num_threads": 2}),
+    "prediction": Layout(
+        num_replicas=1, num_gateways=1, is_default_model=True, engine={"num_threads": 2, "max_num_batched_tokens": STEP_TOKENS}
+    ),
     "priority": Layout(num_replicas=1, num_gateways=2, engine={"max_num_seqs": 2}, router={"dispatch_ahead": 1}),
 }
 
