@@ -67,6 +67,8 @@ class EngineConfig:
     """auto: the whole step as one native call where CPU, compiler and architecture allow, else transformers' modules."""
     quantization: Quantization | None = None
     """Weights of all linears as integers in groups of 32 inputs. Needs the native runner. Embedding and KV stay in `dtype`."""
+    quantized_cache_bytes: int = 32 << 30
+    """Most bytes of quantized weights kept on disk, of all models together; what was used longest ago goes first. 0 keeps none."""
     round_activations: bool = True
     """On CPUs that multiply bfloat16 (avx512_bf16) the native runner rounds what its bfloat16 weights multiply to bfloat16 too. False
     keeps it float32, which takes longer."""
@@ -111,6 +113,8 @@ class EngineConfig:
             raise ValueError(f"quantization must be {' or '.join(get_args(Quantization))}, or left out, got {self.quantization!r}")
         if self.quantization is not None and self.runner == "transformers":
             raise ValueError(f"quantization {self.quantization!r} needs the native runner; leave runner at 'auto', or quantization out")
+        if self.quantized_cache_bytes < 0:
+            raise ValueError(f"quantized_cache_bytes must be at least 0, got {self.quantized_cache_bytes}")
         if self.kv_lease_s <= 0:
             raise ValueError(f"kv_lease_s must be above 0, got {self.kv_lease_s}")
         if not self.max_step_s > 0:

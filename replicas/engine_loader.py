@@ -101,7 +101,7 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
     rank = RankModel.allocate(config, loaded, Alone() if leader is None else leader.group)
     size = rank.size
     check = _SelfCheck(loaded, size.max_model_len, config.quantization)
-    runner = rank.runner(config.quantization)
+    runner = rank.runner(config)
     if leader is not None:
         runner = leader.lead(runner)
     dry_run = _DryRun(runner, loaded, config.block_size, size)

@@ -10,7 +10,7 @@ import torch
 from kvcache.tensors import KVTensors, bytes_per_token
 from replicas.attention.backend import AttentionBackend, LayerCall
 from replicas.attention.selection import select_backend
-from replicas.engine_config import EngineConfig, Quantization
+from replicas.engine_config import EngineConfig
 from replicas.kv_sizing import KVSize, cpu_budget_bytes, size_kv
 from replicas.model_loader import LoadedModel
 from replicas.model_runner import ModelRunner, TransformersRunner, kv_groups, probe_layers
@@ -54,13 +54,15 @@ class RankModel:
         )
         return cls(loaded=loaded, calls=calls, backend=backend, size=size, kv=kv, group=group)
 
-    def runner(self, quantization: Quantization | None) -> ModelRunner:
+    def runner(self, config: EngineConfig) -> ModelRunner:
         """May take the model's weights over; raises NativeMismatch when the native step does not know the model."""
         loaded = self.loaded
         if self.backend is not None:
             return TransformersRunner(loaded.model, self.backend, self.kv)
         assert loaded.native_library is not None
-        cache = None if quantization is None else PackedCache(content_key(loaded.model, quantization))
+        cache = None
+        if (quantization := config.quantization) is not None:
+            cache = PackedCache(content_key(loaded.model, quantization), config.quantized_cache_bytes)
         known = (loaded.native_library, loaded.model, self.calls, self.kv)
         if loaded.part is not None:
             return ShardedDecoder(*known, self.group, loaded.part.tokens, quantization=quantization, cache=cache)

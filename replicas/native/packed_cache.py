@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import tempfile
@@ -20,12 +21,14 @@ logger = logging.getLogger(__name__)
 class PackedCache:
     """The packed linears of one model in one file, named by what they are made from; the file appears only when whole.
 
-    A cache that cannot be read is made again, one that cannot be written is done without.
+    A cache that cannot be read is made again, one that cannot be written is done without. All models of the folder together keep to
+    `max_bytes`: what was used longest ago goes first.
     """
 
-    def __init__(self, key: str, folder: Path | None = None) -> None:
+    def __init__(self, key: str, max_bytes: int, folder: Path | None = None) -> None:
         """`key` names the weights and their quantization (`content_key`). `folder` defaults to `~/.cache/manta/packed`."""
         self._path = (folder or Path.home() / ".cache" / "manta" / "packed") / f"{key}.safetensors"
+        self._max_bytes = max_bytes
         self._cached = self._read()
         self._made: dict[str, Tensor] = {}
 
@@ -59,10 +62,16 @@ class PackedCache:
         except (OSError, SafetensorError) as error:
             logger.warning("quantizing again, %s is damaged: %s", self._path, error)
             return {}
+        with contextlib.suppress(OSError):  # of another user, perhaps: then its age is not ours to tell
+            self._path.touch()
         logger.info("quantized weights from %s", self._path)
         return cached
 
     def _write(self) -> None:
+        num_bytes = sum(tensor.nbytes for tensor in self._made.values())
+        if num_bytes > self._max_bytes:
+            logger.info("not keeping %d MiB of quantized weights: quantized_cache_bytes is %d", num_bytes >> 20, self._max_bytes)
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._path.parent) as folder:
             written = Path(folder) / self._path.name
@@ -71,7 +80,22 @@ class PackedCache:
             digest.write_text(_digest(written))
             written.replace(self._path)
             digest.replace(self._digest_path)
-        logger.info("kept the quantized weights in %s (%d MiB)", self._path, self._path.stat().st_size >> 20)
+        logger.info("kept the quantized weights in %s (%d MiB)", self._path, num_bytes >> 20)
+        self._evict(self._max_bytes - num_bytes)
+
+    def _evict(self, max_bytes: int) -> None:
+        """Leaves the latest `max_bytes` beside this file; what a killed process left in its own folder counts too."""
+        used = []
+        for path in self._path.parent.rglob(f"*{self._path.suffix}"):
+            with contextlib.suppress(FileNotFoundError):  # another process evicts as well
+                if path != self._path:
+                    used.append((path.stat().st_mtime, path.stat().st_size, path))
+        for _, num_bytes, path in sorted(used, reverse=True):
+            max_bytes -= num_bytes
+            if max_bytes < 0:
+                path.unlink(missing_ok=True)
+                path.with_suffix(".sha256").unlink(missing_ok=True)
+                logger.info("removed %s (%d MiB), which was used longest ago", path, num_bytes >> 20)
 
     @property
     def _digest_path(self) -> Path:

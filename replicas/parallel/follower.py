@@ -47,7 +47,7 @@ class Follower:
             deadline_s=deadline_s,
         )
         self._loaded = load_model(choice, self._group)
-        self._runner = RankModel.allocate(config, self._loaded, self._group).runner(config.quantization)
+        self._runner = RankModel.allocate(config, self._loaded, self._group).runner(config)
         self._device = choice.device
         self._group.set_deadline(config.parallel.rank_deadline_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,8 @@ def test_pack_in_pieces_equals_pack_at_once(element: Element, monkeypatch: pytes
     assert torch.equal(unpack(pack(weight_NK, element)), whole)
 
 
-def _filled(folder: Path, key: str = "int8-a") -> PackedLinear:
-    cache = PackedCache(key, folder)
+def _filled(folder: Path, key: str = "int8-a", max_bytes: int = 1 << 20) -> PackedLinear:
+    cache = PackedCache(key, max_bytes, folder)
     packed = cache.linear("lm_head", _weight(20, 30), Element.INT8)
     cache.save()
     return packed
@@ -87,6 +88,37 @@ def test_damaged_cache_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert torch.equal(unpack(_filled(tmp_path)), unpack(first))
     assert "is damaged" in caplog.text
     assert file.read_bytes() == whole
+
+
+def _used_at(folder: Path, seconds: dict[str, int]) -> None:
+    for key, second in seconds.items():
+        os.utime(folder / f"{key}.safetensors", (second, second))
+
+
+def test_cache_over_its_bound_loses_what_was_used_longest_ago(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _filled(tmp_path, "int8-a")
+    size = (tmp_path / "int8-a.safetensors").stat().st_size
+    _filled(tmp_path, "int8-b")
+    abandoned = tmp_path / "tmp-of-a-killed-process" / "int8-c.safetensors"
+    abandoned.parent.mkdir()
+    abandoned.write_bytes(b"x" * size)
+    os.utime(abandoned, (300, 300))
+    _used_at(tmp_path, {"int8-a": 100, "int8-b": 200})
+    _filled(tmp_path, "int8-a")  # a use: now b is the oldest
+    with caplog.at_level(logging.INFO):
+        _filled(tmp_path, "int8-d", max_bytes=2 * size)
+    assert sorted(path.name for path in tmp_path.rglob("*.s*")) == [
+        "int8-a.safetensors", "int8-a.sha256", "int8-d.safetensors", "int8-d.sha256",
+    ]  # fmt: skip
+    assert "int8-b.safetensors (0 MiB), which was used longest ago" in caplog.text
+
+
+def test_cache_too_small_for_a_model_keeps_the_others_and_not_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _filled(tmp_path, "int8-a")
+    with caplog.at_level(logging.INFO):
+        assert _filled(tmp_path, "int8-b", max_bytes=100).num_outputs == 20
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["int8-a.safetensors", "int8-a.sha256"]
+    assert "quantized_cache_bytes is 100" in caplog.text
 
 
 def test_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
