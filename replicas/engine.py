@@ -186,7 +186,7 @@ class Engine:
             num_running=len(running),
             num_waiting=len(waiting),
             num_uncomputed_tokens=sum(s.num_uncomputed_tokens for s in running if not (s.is_decoding or s.is_loading))
-            + sum(s.num_uncomputed_tokens for s in waiting),
+            + sum(s.num_uncomputed_tokens for s in waiting if not s.awaits_load),
             num_context_tokens=sum(s.num_computed_tokens for s in running),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,

@@ -49,9 +49,9 @@ class Waiting:
         self.is_held = False  # looked at in this step already
         self.is_in_heap = False
         self.is_late = False
-        self.wanted: str | None = None  # the replica that it keeps its place for, as decided at `wanted_s`
+        self.wanted: tuple[str, ...] = ()  # the replicas that it keeps its place for, as decided at `wanted_s`
         self.wanted_s = 0.0
-        self.wanted_tokens = 0  # what it would compute there
+        self.wanted_tokens = 0  # what it would compute on the first of them
 
     def __lt__(self, other: Waiting) -> bool:
         return (self.sort_key, self.sequence) < (other.sort_key, other.sequence)

@@ -79,6 +79,12 @@ class AsyncRouter:
             self._router.release(request_id, self._clock(), num_output_tokens)
             self._changed.set()
 
+    def release_prefill(self, request_id: str) -> None:
+        """The prefill side of a pair has ended for every choice; unknown ids, and those that wait again, are ignored."""
+        if request_id not in self._waiting:
+            self._router.release_prefill(request_id, self._clock())
+            self._changed.set()
+
     def release_caller(self, caller: str) -> int:
         """The caller is dead: whatever it waits for or has booked ends. Returns how many requests that were."""
         request_ids = self._router.requests_of(caller)

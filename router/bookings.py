@@ -10,17 +10,20 @@ from router.snapshot import RoutingRequest
 
 @dataclass(slots=True)
 class Booking:
-    """One dispatched request, from its decision until its release. Owned by one `ReplicaState`."""
+    """One dispatched request on one replica, from its decision until its release there. Owned by one `ReplicaState`."""
 
     request: RoutingRequest
     replica_id: str
     epoch: int
     booked_s: float
     num_uncached_tokens: int
+    """Prompt tokens to compute, at least 1; 0 where the KV comes from a replica of the prefill pool."""
     num_context_tokens: int
-    """Prompt and expected output, all choices."""
+    """Prompt and expected output, all choices; the prompt alone where a pair computes it."""
     num_charged_tokens: int
     """Output tokens that the tenant was charged for at dispatch; `release` settles the difference."""
+    arrives_s: float = 0.0
+    """When it is predicted to reach the replica: with the decision, or with the first KV of another replica."""
     start_s: float = 0.0
     """When its prefill is predicted to start."""
     num_unseen: int = 0
@@ -37,24 +40,26 @@ class PendingPrefixes:
     """
 
     def __init__(self) -> None:
-        # key at an anchor -> the bookings that have it, as request id -> booking
-        self._anchors: dict[BlockKey, dict[str, Booking]] = {}
+        # key at an anchor -> the bookings that have it, as (request id, replica id) -> booking
+        self._anchors: dict[BlockKey, dict[tuple[str, str], Booking]] = {}
 
     @property
     def num_entries(self) -> int:
         return sum(map(len, self._anchors.values()))
 
     def add(self, booking: Booking) -> None:
+        name = booking.request.request_id, booking.replica_id
         for position in _anchor_positions(len(booking.request.block_keys)):
-            self._anchors.setdefault(booking.request.block_keys[position - 1], {})[booking.request.request_id] = booking
+            self._anchors.setdefault(booking.request.block_keys[position - 1], {})[name] = booking
 
     def remove(self, booking: Booking) -> None:
         """Forgets a booking; one that is not here is ignored."""
+        name = booking.request.request_id, booking.replica_id
         for position in _anchor_positions(len(booking.request.block_keys)):
             key = booking.request.block_keys[position - 1]
             bookings = self._anchors.get(key)
-            if bookings is not None and bookings.get(booking.request.request_id) is booking:
-                del bookings[booking.request.request_id]
+            if bookings is not None and bookings.get(name) is booking:
+                del bookings[name]
                 if not bookings:
                     del self._anchors[key]
 

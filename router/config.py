@@ -68,6 +68,8 @@ class RouterConfig:
     """Prefill rate assumed before any replica of the model has measured one."""
     prior_decode_step_s: float = 0.03
     """Decode step assumed before any replica of the model has measured one."""
+    prior_transfer_tokens_per_s: float = 50_000.0
+    """Speed of KV from the prefill pool to the decode pool assumed before any decode replica of the model has measured one."""
     expected_output_tokens: int = 256
     """Output length assumed before requests of the model have ended (bounded by each one's `max_tokens`)."""
     max_candidates: int = 8
@@ -98,6 +100,7 @@ class RouterConfig:
             "no_replica_timeout_s",
             "prior_prefill_tokens_per_s",
             "prior_decode_step_s",
+            "prior_transfer_tokens_per_s",
         ):
             _require(getattr(self, name) > 0, name, "above 0", getattr(self, name))
         _require(self.hang_timeout_s >= 1, "hang_timeout_s", "at least 1: replicas say a word twice a second", self.hang_timeout_s)

@@ -71,6 +71,9 @@ class RouterDeployment:
     async def release(self, request_id: str, num_output_tokens: int) -> None:
         self._router.release(request_id, num_output_tokens)
 
+    async def release_prefill(self, request_id: str) -> None:
+        self._router.release_prefill(request_id)
+
     async def renew(self, caller: str, seen_version: int) -> FenceNews:
         """A gateway lives. Answers at once when it has not seen the replicas that are fenced now, else after RENEWAL_S."""
         self._callers.renew(caller)

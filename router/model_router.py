@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
-from math import inf
+from collections import Counter
 
 from replicas.stats import ReplicaReport, ReportReply
 from router.admission import AdmissionQueue, Waiting
-from router.bookings import Booking, PendingPrefixes
+from router.bookings import Booking
 from router.config import RouterConfig
+from router.ledger import BookingLedger
 from router.policies import Policy
+from router.pools import LOOK_AGAIN_S, ReplicaPools
 from router.prefix_index import PrefixIndex
-from router.preview import CandidatePreview
-from router.rates import DrainRate, RateModel, Rates
+from router.rates import PoolRates, Rates
 from router.recording import DecisionSink
 from router.replica_state import ReplicaState
 from router.routing_statistics import RoutingCounters, RoutingStatistics
-from router.snapshot import CandidateScore, ClusterSnapshot, Decision, Rejection, RejectionKind, ReplicaSnapshot, RoutingRequest
+from router.shedding import Shedding
+from router.snapshot import CandidateScore, ClusterSnapshot, Decision, Rejection, RoutingRequest
 from router.solitary import SolitaryRequests
 
 logger = logging.getLogger(__name__)
 
 _REDECIDE_S = 0.25
 """How long a request keeps its place for a full replica before it is decided again."""
-_LOOK_AGAIN_S = 1.0
-"""A queue is looked at this often even if nothing is reported: replicas fall silent, and none must wait for them."""
-_MAX_RETRY_AFTER_S = 60.0
 
 
 class ModelRouter:
     """Owns everything that routing one model needs. `Router` hands calls on to one of these per model.
 
-    `step` goes through the queue in order. The policy chooses among all replicas, busy ones too; when the chosen one
-    already has `dispatch_ahead` requests waiting, the request keeps its place here and counts as that replica's work for
-    the rest of the step, and the next in line is looked at, `lookahead` times at most. So a request waits for its prefix as
-    long as that is predicted to pay, and no longer; and no other overtakes it for the same replica.
+    `step` goes through the queue in order. The policy chooses among all replicas, busy ones too; when a chosen one already
+    has `dispatch_ahead` requests waiting, the request keeps its place here and counts as work of the replica that is to
+    compute it for the rest of the step, and the next in line is looked at, `lookahead` times at most. So a request waits for
+    its prefix as long as that is predicted to pay, and no longer; and no other overtakes it for the same replica.
+
+    With pools of their own for prefill and decode, the policy may choose a pair. It is booked in the same step: on the one
+    replica until `release_prefill`, on the other until `release`.
     """
 
     def __init__(self, model: str, config: RouterConfig, policy: Policy, sink: DecisionSink | None = None) -> None:
@@ -44,32 +45,31 @@ class ModelRouter:
         self._policy = policy
         self._sink = sink
         self._queue = AdmissionQueue(config, self._best_cached_tokens)
-        self._replicas: dict[str, ReplicaState] = {}  # in ascending order of id
+        self._solitary = SolitaryRequests()
+        self._pools = ReplicaPools(config, self._solitary)
         self._index = PrefixIndex()
-        self._pending = PendingPrefixes()
-        self._pending_on: dict[str, dict[str, Booking]] = {}  # replica id -> request id -> booking whose blocks are not reported
-        self._bookings: OrderedDict[str, Booking] = OrderedDict()  # request id -> booking, oldest first
-        self._prior = Rates(prefill_tokens_per_s=config.prior_prefill_tokens_per_s, decode_step_s=config.prior_decode_step_s)
-        self._rates = RateModel(self._prior)
-        self._drain = DrainRate()
+        self._ledger = BookingLedger()
+        self._prior = Rates(
+            prefill_tokens_per_s=config.prior_prefill_tokens_per_s,
+            decode_step_s=config.prior_decode_step_s,
+            transfer_tokens_per_s=config.prior_transfer_tokens_per_s,
+        )
+        self._rates = PoolRates(self._prior)
+        self._counters = RoutingCounters()
+        self._shedding = Shedding(model, config, self._queue, self._counters, self._capacity)
         self._output_tokens = float(config.expected_output_tokens)
         self._answers: list[Rejection] = []
-        self._solitary = SolitaryRequests()
-        self._fenced: frozenset[str] = frozenset()
-        self._preview = CandidatePreview(())
-        self._usable_until_s = -inf  # then `_usable` looks again
         self._expire_at_s = 0.0
         self._closed_until_s: float | None = None  # no replica takes work before this time, unless something changes
         self._last_open: ReplicaState | None = None  # where `_has_open` looks first
         self._num_decisions = 0
-        self._counters = RoutingCounters()
 
     @property
     def num_waiting(self) -> int:
         return len(self._queue) + len(self._solitary)
 
     def has(self, request_id: str) -> bool:
-        return request_id in self._queue or request_id in self._bookings or request_id in self._solitary
+        return request_id in self._queue or request_id in self._ledger or request_id in self._solitary
 
     def is_waiting(self, request_id: str) -> bool:
         return request_id in self._queue or request_id in self._solitary
@@ -82,11 +82,12 @@ class ModelRouter:
             self._solitary.add(request, now_s)
             return
         # A resend was admitted once, and its client has text already: it is not turned away for the number of others.
-        rejection = None if request.attempt else self._shed(request, now_s)
-        if rejection is not None:
-            self._answers.append(rejection)
-            return
-        self._queue.submit(request, now_s, request.num_prompt_tokens / self._rates.typical_prefill_tokens_per_s)
+        if not request.attempt:
+            is_admitted, rejections = self._shedding.admit(request, has_replicas=len(self._pools) > 0)
+            self._answers += rejections
+            if not is_admitted:
+                return
+        self._queue.submit(request, now_s, request.num_prompt_tokens / self._typical_prefill_tokens_per_s)
 
     def step(self, now_s: float) -> list[Decision | Rejection]:
         answers: list[Decision | Rejection] = list(self._answers)
@@ -96,7 +97,7 @@ class ModelRouter:
             self._expire_at_s = now_s + self._config.booking_expiry_s / 10
         if len(self._solitary):
             answers += self._dispatch_solitary(now_s)
-        if not self._replicas:
+        if not len(self._pools):
             answers += self._reject_unserved(now_s)
         elif len(self._queue) and not (self._closed_until_s is not None and now_s < self._closed_until_s):
             answers += self._dispatch(now_s)
@@ -109,20 +110,22 @@ class ModelRouter:
     def release(self, request_id: str, now_s: float, num_output_tokens: int | None = None) -> None:
         if self._solitary.end(request_id):
             self._note_usable_changed()
-        booking = self._bookings.pop(request_id, None)
+        self.release_prefill(request_id, now_s)
+        booking = self._ledger.take(request_id)
         if booking is None:
             return
-        self._forget_pending(booking)
-        replica = self._replicas.get(booking.replica_id)
-        if replica is not None and replica.epoch == booking.epoch:
-            replica.release(booking)
-            self._note_change(replica, now_s)
+        self._end(booking, now_s)
         if num_output_tokens is not None:
             self._output_tokens += 0.05 * (num_output_tokens / booking.request.num_choices - self._output_tokens)
             self._queue.charge(booking.request, self._config.fair_output_weight * (num_output_tokens - booking.num_charged_tokens))
 
+    def release_prefill(self, request_id: str, now_s: float) -> None:
+        booking = self._ledger.take_prefill(request_id)
+        if booking is not None:
+            self._end(booking, now_s)
+
     def apply_report(self, report: ReplicaReport, now_s: float) -> ReportReply:
-        replica = self._replicas.get(report.replica_id)
+        replica = self._pools.get(report.replica_id)
         if replica is not None and report.epoch < replica.epoch:
             return ReportReply()
         resync = self._index.apply(
@@ -135,64 +138,58 @@ class ModelRouter:
         if replica is not None and report.epoch > replica.epoch:
             self._drop(report.replica_id)
             replica = None
-        self._rates.observe(report.replica_id, report.stats)
-        rates = self._rates.rates(report.replica_id)
+        self._rates.observe(report.replica_id, report.role, report.stats)
+        rates = self._rates.rates(report.replica_id, report.role)
         if replica is None:
-            replica = self._replicas[report.replica_id] = ReplicaState(report, now_s, rates)
-            replica.is_fenced = report.replica_id in self._fenced
-            self._replicas = dict(sorted(self._replicas.items()))
-            self._usable_until_s = -inf
+            replica = ReplicaState(report, now_s, rates)
+            self._pools.add(replica)
         else:
             if report.is_draining != replica.is_draining:
-                self._usable_until_s = -inf
+                self._pools.note_usable_changed()
             replica.apply_report(report, now_s, rates)
-            self._preview.update(replica)
-            self._confirm_pending(report.replica_id)
-        self._note_change(self._replicas[report.replica_id], now_s)
+            self._pools.update(replica)
+            self._ledger.confirm(report.replica_id, self._index)
+        self._note_change(replica, now_s)
         return ReportReply(resync=resync)
 
     def remove_replica(self, replica_id: str) -> None:
-        if replica_id in self._replicas:
+        if self._pools.get(replica_id) is not None:
             self._drop(replica_id)
-            del self._replicas[replica_id]
-            self._usable_until_s = -inf
+            self._pools.remove(replica_id)
             self._index.remove(replica_id)
             self._rates.forget(replica_id)
             self._counters.forget_replica(replica_id)
             self._closed_until_s = None
 
     def set_fenced(self, replica_ids: frozenset[str]) -> None:
-        self._fenced = replica_ids
-        for replica in self._replicas.values():
-            replica.is_fenced = replica.replica_id in replica_ids
+        self._pools.set_fenced(replica_ids)
         self._note_usable_changed()
 
     def requests_of(self, caller: str) -> list[str]:
         waiting = [*(waiting.request for waiting in self._queue), *self._solitary.waiting]
-        return [r.request_id for r in (*waiting, *(b.request for b in self._bookings.values())) if r.caller == caller]
+        return [request.request_id for request in (*waiting, *self._ledger.requests) if request.caller == caller]
 
     def next_wakeup_s(self, now_s: float) -> float | None:
         if self._answers:
             return now_s
         if not len(self._queue):
-            return now_s + _LOOK_AGAIN_S if len(self._solitary) else None
-        if not self._replicas:
+            return now_s + LOOK_AGAIN_S if len(self._solitary) else None
+        if not len(self._pools):
             return min(waiting.submitted_s for waiting in self._queue) + self._config.no_replica_timeout_s
         if self._closed_until_s is not None and self._closed_until_s > now_s:
             return self._closed_until_s
-        starts = [start_s for replica in self._replicas.values() if (start_s := replica.next_start_s(now_s)) is not None]
-        return min([*starts, now_s + _LOOK_AGAIN_S])
+        starts = [start_s for replica in self._pools if (start_s := replica.next_start_s(now_s)) is not None]
+        return min([*starts, now_s + LOOK_AGAIN_S])
 
     def statistics(self) -> RoutingStatistics:
-        replicas: Counter[str] = Counter(usable=0, draining=0, fenced=0, reserved=0)
-        for state in self._replicas.values():
-            is_usable = self._is_usable(state)
-            replicas["usable" if is_usable else "fenced" if state.is_fenced else "draining" if state.is_draining else "reserved"] += 1
         return RoutingStatistics(
             num_waiting=Counter(self._queue.num_waiting_by_tier()) + Counter(request.priority for request in self._solitary.waiting),
-            num_bookings=len(self._bookings),
-            num_replicas=replicas,
+            num_bookings=len(self._ledger),
+            num_prefill_bookings=self._ledger.num_prefills,
+            num_replicas=self._pools.count_by_state(),
+            num_usable_by_pool=self._pools.count_usable_by_pool(),
             num_decisions=dict(self._counters.decisions),
+            num_plans=dict(self._counters.plans),
             num_rejections=dict(self._counters.rejections),
             num_prompt_tokens=dict(self._counters.prompt_tokens),
             num_cached_tokens=dict(self._counters.cached_tokens),
@@ -204,15 +201,18 @@ class ModelRouter:
             "num_waiting_alone": len(self._solitary),
             "num_waiting_tokens": self._queue.num_tokens,
             "num_decisions": self._num_decisions,
+            "num_plans": dict(self._counters.plans),
             "num_rejections": self._counters.rejections.total(),
-            "num_bookings": len(self._bookings),
+            "num_bookings": len(self._ledger),
+            "num_prefill_bookings": self._ledger.num_prefills,
+            "num_usable_by_pool": dict(self._pools.count_usable_by_pool()),
             "num_index_blocks": self._index.num_nodes,
-            "drain_tokens_per_s": round(self._drain.tokens_per_s(self._capacity()), 1),
+            "drain_tokens_per_s": round(self._shedding.drain_tokens_per_s, 1),
             "expected_output_tokens": round(self._output_tokens, 1),
             "tiers": self._queue.describe(),
             "replicas": {
-                replica_id: {**replica.describe(now_s), "num_cached_blocks": self._index.num_blocks(replica_id)}
-                for replica_id, replica in self._replicas.items()
+                replica.replica_id: {**replica.describe(now_s), "num_cached_blocks": self._index.num_blocks(replica.replica_id)}
+                for replica in self._pools
             },
         }
 
@@ -221,30 +221,29 @@ class ModelRouter:
         held: list[Waiting] = []
         wanted: list[ReplicaState] = []
         while len(held) < self._config.lookahead and (waiting := self._queue.peek(now_s)) is not None:
-            replica = self._still_wanted(waiting, now_s)
-            if replica is None:
-                candidates = self._candidates(waiting.request, now_s)
-                if candidates:
-                    snapshot = ClusterSnapshot(now_s=now_s, replicas=candidates)
-                    seed = self._config.seed + self._num_decisions
-                    decision = self._policy.choose(waiting.request, snapshot, seed)
-                    replica = self._replicas[decision.replica_id]
-                    num_uncached = max(1, waiting.request.num_prompt_tokens - decision.num_cached_tokens)
-                    if self._is_open(replica, now_s):
-                        if self._sink is not None:
-                            self._sink(waiting.request, snapshot, seed, decision)
-                        num_outputs = self._expected_outputs(waiting.request)
-                        self._queue.dispatch(waiting, num_uncached, num_outputs, now_s)
-                        self._drain.observe(now_s, waiting.request.num_prompt_tokens, is_backlogged=len(self._queue) > 0)
-                        self._book(waiting.request, replica, num_uncached, num_outputs, now_s)
-                        answers.append(decision)
-                        continue
-                    waiting.wanted, waiting.wanted_s, waiting.wanted_tokens = replica.replica_id, now_s, num_uncached
+            request = waiting.request
+            places = self._still_wanted(waiting, now_s)
+            if not places and (snapshot := self._snapshot(request, now_s)) is not None:
+                seed = self._config.seed + self._num_decisions
+                decision = self._policy.choose(request, snapshot, seed)
+                places = self._places(decision)
+                num_uncached = max(1, request.num_prompt_tokens - decision.num_cached_tokens)
+                if self._are_open(places, now_s):
+                    if self._sink is not None:
+                        self._sink(request, snapshot, seed, decision)
+                    num_outputs = self._expected_outputs(request)
+                    self._queue.dispatch(waiting, num_uncached, num_outputs, now_s)
+                    self._shedding.note_dispatch(request.num_prompt_tokens, now_s)
+                    self._book(request, places, num_uncached, num_outputs, now_s)
+                    answers.append(decision)
+                    continue
+                waiting.wanted = tuple([replica.replica_id for replica in places])
+                waiting.wanted_s, waiting.wanted_tokens = now_s, num_uncached
             self._queue.hold(waiting)
             held.append(waiting)
-            if replica is not None:
-                replica.held_tokens += waiting.wanted_tokens
-                wanted.append(replica)
+            if places:
+                places[0].held_tokens += waiting.wanted_tokens
+                wanted.append(places[0])
             if not self._has_open(now_s):
                 self._closed_until_s = None
                 self._closed_until_s = self.next_wakeup_s(now_s)
@@ -254,23 +253,31 @@ class ModelRouter:
             replica.held_tokens = 0
         return answers
 
-    def _still_wanted(self, waiting: Waiting, now_s: float) -> ReplicaState | None:
-        """The full replica that the request was found to wait for a moment ago; None when it must be decided (again)."""
-        replica = self._replicas.get(waiting.wanted) if waiting.wanted is not None else None
-        if replica is None or now_s - waiting.wanted_s > _REDECIDE_S or self._is_open(replica, now_s):
-            return None
-        return replica if self._is_usable(replica) else None
+    def _places(self, decision: Decision) -> tuple[ReplicaState, ...]:
+        """The replica that computes the prompt, and the one that goes on if it is another."""
+        if decision.prefill_replica_id is None:
+            return (self._pools[decision.replica_id],)
+        return self._pools[decision.prefill_replica_id], self._pools[decision.replica_id]
 
-    def _is_usable(self, replica: ReplicaState) -> bool:
-        return not (replica.is_draining or replica.is_fenced or replica.replica_id in self._solitary.reserved)
+    def _still_wanted(self, waiting: Waiting, now_s: float) -> tuple[ReplicaState, ...]:
+        """The replicas that the request was found to wait for a moment ago; none when it must be decided (again)."""
+        if not waiting.wanted or now_s - waiting.wanted_s > _REDECIDE_S:
+            return ()
+        places = tuple([replica for replica_id in waiting.wanted if (replica := self._pools.get(replica_id)) is not None])
+        if len(places) < len(waiting.wanted) or self._are_open(places, now_s):
+            return ()
+        return places if all(self._pools.is_usable(replica) for replica in places) else ()
 
     def _is_open(self, replica: ReplicaState, now_s: float) -> bool:
         limit = self._config.dispatch_ahead
         return limit is None or replica.num_waiting(now_s) < limit
 
+    def _are_open(self, places: tuple[ReplicaState, ...], now_s: float) -> bool:
+        return self._is_open(places[0], now_s) and (len(places) == 1 or self._is_open(places[1], now_s))
+
     def _has_open(self, now_s: float) -> bool:
         if self._last_open is None or not self._is_open(self._last_open, now_s):
-            self._last_open = next((replica for replica in self._replicas.values() if self._is_open(replica, now_s)), None)
+            self._last_open = next((replica for replica in self._pools if self._is_open(replica, now_s)), None)
         return self._last_open is not None
 
     def _note_change(self, replica: ReplicaState, now_s: float) -> None:
@@ -282,45 +289,29 @@ class ModelRouter:
         elif (start_s := replica.next_start_s(now_s)) is not None:
             self._closed_until_s = min(self._closed_until_s, start_s)
 
-    def _candidates(self, request: RoutingRequest, now_s: float) -> tuple[ReplicaSnapshot, ...]:
-        """Replicas that may take the request, as the policy is to see them; empty when all of them drain.
-
-        A silent replica is left out while another reports, and so is one that failed this request while another has not.
-        """
-        preview = self._usable(now_s)
-        states = preview.states
-        if request.excluded_replicas:
-            states = [state for state in states if state.replica_id not in request.excluded_replicas] or states
+    def _snapshot(self, request: RoutingRequest, now_s: float) -> ClusterSnapshot | None:
+        """Replicas that may take the request, as the policy is to see them; None when all of them drain."""
         cached = self._index.match(request.block_keys)
-        pending = self._pending.match(request.block_keys)
-        if not self._policy.examines_all and len(states) > self._config.max_candidates:
-            states = preview.best(self._config.max_candidates, now_s, cached, pending, request.excluded_replicas)
-        return tuple([state.snapshot(now_s, cached.get(state.replica_id, 0), pending.get(state.replica_id, 0)) for state in states])
-
-    def _usable(self, now_s: float) -> CandidatePreview:
-        """Replicas that report and neither drain, hang nor are reserved; silent ones only when all are silent."""
-        if self._usable_until_s <= now_s:
-            running = [state for state in self._replicas.values() if self._is_usable(state)]
-            timeout_s = self._config.report_timeout_s
-            self._preview = CandidatePreview([state for state in running if now_s - state.reported_s <= timeout_s] or running)
-            self._usable_until_s = now_s + _LOOK_AGAIN_S
-        return self._preview
+        pending = self._ledger.match_pending(request.block_keys)
+        num = None if self._policy.examines_all else self._config.max_candidates
+        return self._pools.snapshot(request, now_s, cached, pending, num)
 
     def _dispatch_solitary(self, now_s: float) -> list[Decision]:
         """Decisions on requests whose replica is empty now. Nothing to choose and nothing to predict: it waits for nobody."""
         reserved = self._solitary.reserved
-        usable = [state for state in self._replicas.values() if not (state.is_draining or state.is_fenced)]
+        usable = [state for state in self._pools if not (state.is_draining or state.is_fenced)]
         decisions = []
         for request, replica in self._solitary.take_ready(usable):
             depth = self._index.match(request.block_keys).get(replica.replica_id, 0)
             num_cached = min(depth * replica.block_size, request.num_prompt_tokens)
             num_uncached = max(1, request.num_prompt_tokens - num_cached)
-            self._book(request, replica, num_uncached, self._expected_outputs(request), now_s)
+            self._book(request, (replica,), num_uncached, self._expected_outputs(request), now_s)
             predicted_s = num_uncached / replica.prefill_tokens_per_s
             decisions.append(
                 Decision(
                     request_id=request.request_id,
                     replica_id=replica.replica_id,
+                    replica_role=replica.role,
                     predicted_ttft_s=predicted_s,
                     num_cached_tokens=num_cached,
                     candidates=(CandidateScore(replica_id=replica.replica_id, cost=predicted_s, terms=(("alone", predicted_s),)),),
@@ -331,60 +322,37 @@ class ModelRouter:
         return decisions
 
     def _note_usable_changed(self) -> None:
-        self._usable_until_s = -inf
+        self._pools.note_usable_changed()
         self._closed_until_s = None
 
     def _expected_outputs(self, request: RoutingRequest) -> int:
         return min(request.max_tokens, round(self._output_tokens) * request.num_choices)
 
-    def _book(self, request: RoutingRequest, replica: ReplicaState, num_uncached: int, num_outputs: int, now_s: float) -> None:
-        booking = Booking(
-            request=request,
-            replica_id=replica.replica_id,
-            epoch=replica.epoch,
-            booked_s=now_s,
-            num_uncached_tokens=num_uncached,
-            num_context_tokens=request.num_prompt_tokens + num_outputs,
-            num_charged_tokens=num_outputs,
-        )
-        replica.book(booking, now_s)
-        self._preview.update(replica)
-        self._bookings[request.request_id] = booking
-        if request.block_keys:
-            self._pending.add(booking)
-            self._pending_on.setdefault(replica.replica_id, {})[request.request_id] = booking
+    def _book(self, request: RoutingRequest, places: tuple[ReplicaState, ...], num_uncached: int, num_outputs: int, now_s: float) -> None:
+        self._ledger.book(request, places, num_uncached, num_outputs, now_s)
+        for replica in places:
+            self._pools.update(replica)
         self._num_decisions += 1
-        self._counters.note_decision(request, replica.replica_id, max(0, request.num_prompt_tokens - num_uncached))
+        self._counters.note_decision(request, places[0].replica_id, max(0, request.num_prompt_tokens - num_uncached))
+        self._counters.plans["pair" if len(places) > 1 else places[0].role] += 1
 
-    def _confirm_pending(self, replica_id: str) -> None:
-        """Bookings whose last block is in the index now are no longer pending."""
-        waiting = self._pending_on.get(replica_id, {})
-        for booking in [b for b in waiting.values() if self._index.holds(replica_id, b.request.block_keys[-1])]:
-            self._forget_pending(booking)
-
-    def _forget_pending(self, booking: Booking) -> None:
-        on_replica = self._pending_on.get(booking.replica_id)
-        if on_replica is not None and on_replica.pop(booking.request.request_id, None) is not None:
-            self._pending.remove(booking)
-            if not on_replica:
-                del self._pending_on[booking.replica_id]
+    def _end(self, booking: Booking, now_s: float) -> None:
+        replica = self._pools.get(booking.replica_id)
+        if replica is not None and replica.epoch == booking.epoch:
+            replica.release(booking)
+            self._note_change(replica, now_s)
 
     def _drop(self, replica_id: str) -> None:
         """The replica, or its epoch, is gone, and with it all that was booked there."""
         self._last_open = None
-        for booking in [b for b in self._bookings.values() if b.replica_id == replica_id]:
-            del self._bookings[booking.request.request_id]
-            self._forget_pending(booking)
+        self._ledger.drop_replica(replica_id)
 
     def _expire(self, now_s: float) -> None:
-        for replica in self._replicas.values():
+        for replica in self._pools:
             for booking in replica.expire(now_s, self._config.booking_expiry_s):
                 logger.warning("request %s: no report of %s shows it; its booking expired", booking.request.request_id, replica.replica_id)
-                self._forget_pending(booking)
-        while self._bookings:
-            request_id, booking = next(iter(self._bookings.items()))
-            if booking.booked_s + self._config.lease_s > now_s:
-                break
+                self._ledger.forget_prefix(booking)
+        for request_id in self._ledger.booked_before(now_s - self._config.lease_s):
             self.release(request_id, now_s)
 
     def _reject_unserved(self, now_s: float) -> list[Rejection]:
@@ -392,48 +360,17 @@ class ModelRouter:
         overdue = [waiting.request for waiting in self._queue if now_s - waiting.submitted_s >= timeout_s]
         for request in overdue:
             self._queue.cancel(request.request_id)
-        overdue += self._solitary.take_older_than(now_s - timeout_s)
-        reason = f"no replica of {self.model} is up"
-        for _ in overdue:
-            self._counters.note_rejection("no_replica")
-        return [Rejection(request_id=request.request_id, reason=reason, retry_after_s=timeout_s, kind="no_replica") for request in overdue]
+        return self._shedding.reject_unserved([*overdue, *self._solitary.take_older_than(now_s - timeout_s)])
 
-    def _shed(self, request: RoutingRequest, now_s: float) -> Rejection | None:
-        """Why the request is not admitted, if so. A full queue gives up its newest request of the lowest class first."""
-        config = self._config
-        limit = config.max_queue_requests_per_tenant
-        if limit is not None and self._queue.num_waiting_of(request.tenant) >= limit:
-            return self._rejection(request, "tenant_limit", f"tenant {request.tenant!r} has {limit} requests waiting already")
-        wait_limit_s = config.wait_limit_s(request.priority)
-        if wait_limit_s is not None and self._replicas:
-            wait_s = self._predicted_wait_s(request.priority)
-            if wait_s > wait_limit_s:
-                reason = f"predicted wait of {wait_s:.1f} s exceeds {wait_limit_s:.1f} s"
-                return self._rejection(request, "predicted_wait", reason, wait_s - wait_limit_s)
-        if len(self._queue) >= config.max_queue_requests:
-            displaced = self._queue.pop_lowest_below(request.priority)
-            full = f"the queue of {self.model} is full ({config.max_queue_requests} requests)"
-            if displaced is None:
-                return self._rejection(request, "queue_full", full)
-            self._answers.append(self._rejection(displaced, "queue_full", full))
-        return None
-
-    def _rejection(self, request: RoutingRequest, kind: RejectionKind, reason: str, wait_s: float | None = None) -> Rejection:
-        self._counters.note_rejection(kind)
-        if wait_s is None:
-            wait_s = self._predicted_wait_s(request.priority)
-        retry_after_s = min(_MAX_RETRY_AFTER_S, max(1.0, wait_s))
-        return Rejection(request_id=request.request_id, reason=reason, retry_after_s=retry_after_s, kind=kind)
-
-    def _predicted_wait_s(self, priority: int) -> float:
-        """Time until what waits ahead of a new request of `priority` has drained."""
-        return self._queue.num_tokens_ahead(priority) / self._drain.tokens_per_s(self._capacity())
+    @property
+    def _typical_prefill_tokens_per_s(self) -> float:
+        return self._rates.typical_prefill_tokens_per_s("prefill" if self._pools.has_prefill_pool else "unified")
 
     def _capacity(self) -> float:
-        """Prompt tokens a second that all replicas together could prefill."""
-        total = sum(replica.prefill_tokens_per_s for replica in self._replicas.values())
-        return total or self._prior.prefill_tokens_per_s
+        """Prompt tokens a second that the replicas whose work it is could prefill together."""
+        total = sum([replica.prefill_tokens_per_s for replica in self._pools if replica.role != "decode"])
+        return total or sum([replica.prefill_tokens_per_s for replica in self._pools]) or self._prior.prefill_tokens_per_s
 
     def _best_cached_tokens(self, request: RoutingRequest) -> int:
         depths = self._index.match(request.block_keys)
-        return max((depth * self._replicas[replica_id].block_size for replica_id, depth in depths.items()), default=0)
+        return max((depth * self._pools[replica_id].block_size for replica_id, depth in depths.items()), default=0)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from router.snapshot import CandidateScore, ClusterSnapshot, Decision, ReplicaSnapshot, RoutingRequest
@@ -23,6 +25,32 @@ class Policy(Protocol):
         ...
 
     def choose(self, request: RoutingRequest, snapshot: ClusterSnapshot, seed: int) -> Decision: ...
+
+
+class PairedPools:
+    """Gives a classic two pools: its rule chooses in each of them, and the two make the pair."""
+
+    def __init__(self, rule: Policy) -> None:
+        self._rule = rule
+
+    @property
+    def examines_all(self) -> bool:
+        return self._rule.examines_all
+
+    def choose(self, request: RoutingRequest, snapshot: ClusterSnapshot, seed: int) -> Decision:
+        if not snapshot.prefill:
+            return self._rule.choose(request, snapshot, seed)
+        runs = self._rule.choose(request, ClusterSnapshot(now_s=snapshot.now_s, replicas=snapshot.replicas), seed)
+        if request.is_whole or runs.replica_role != "decode":
+            return runs
+        computes = self._rule.choose(request, ClusterSnapshot(now_s=snapshot.now_s, replicas=snapshot.prefill), seed)
+        return replace(
+            runs,
+            prefill_replica_id=computes.replica_id,
+            predicted_ttft_s=computes.predicted_ttft_s,
+            num_cached_tokens=computes.num_cached_tokens,
+            candidates=(*computes.candidates, *runs.candidates),
+        )
 
 
 class RoundRobin:
@@ -122,6 +150,20 @@ def load_order(replica: ReplicaSnapshot) -> tuple[int, int, str]:
     return num_requests(replica), num_tokens(replica), replica.replica_id
 
 
+def cached_tokens(request: RoutingRequest, replica: ReplicaSnapshot) -> int:
+    """Of the prompt, as reported."""
+    return min(replica.num_cached_blocks * replica.block_size, request.num_prompt_tokens)
+
+
+def prefix_key(request: RoutingRequest, replicas: Sequence[ReplicaSnapshot]) -> bytes:
+    """The prompt's first block that none of the replicas holds or will hold soon; without blocks, the request's own id."""
+    keys = request.block_keys
+    if not keys:
+        return request.request_id.encode()
+    deepest = max(max(replica.num_cached_blocks, replica.num_pending_blocks) for replica in replicas)
+    return keys[min(deepest, len(keys) - 1)]
+
+
 _NUM_SHOWN = 8
 
 
@@ -131,7 +173,7 @@ def _decision(request: RoutingRequest, chosen: ReplicaSnapshot, snapshot: Cluste
     if chosen not in shown:
         shown = (*shown, chosen)
     stats = chosen.stats
-    num_cached_tokens = min(chosen.num_cached_blocks * chosen.block_size, request.num_prompt_tokens)
+    num_cached_tokens = cached_tokens(request, chosen)
     predicted_ttft_s = None
     if stats.prefill_tokens_per_s:
         waiting = stats.num_uncomputed_tokens + chosen.num_booked_prefill_tokens
@@ -139,6 +181,7 @@ def _decision(request: RoutingRequest, chosen: ReplicaSnapshot, snapshot: Cluste
     return Decision(
         request_id=request.request_id,
         replica_id=chosen.replica_id,
+        replica_role=chosen.role,
         predicted_ttft_s=predicted_ttft_s,
         num_cached_tokens=num_cached_tokens,
         candidates=tuple(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
+from typing import get_args
 
+from replicas.engine_config import Role
 from replicas.stats import ReplicaStats
 
 
@@ -15,6 +17,8 @@ class Rates:
 
     prefill_tokens_per_s: float
     decode_step_s: float
+    transfer_tokens_per_s: float = 50_000.0
+    """KV that comes in from another replica."""
 
 
 class _Smoothed:
@@ -47,6 +51,10 @@ class _Smoothed:
     def get(self, replica_id: str) -> float | None:
         return self._by_replica.get(replica_id)
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self._ranked)
+
     def median(self, otherwise: float) -> float:
         ranked, middle = self._ranked, len(self._ranked) // 2
         if not ranked:
@@ -58,7 +66,7 @@ class _Smoothed:
 
 
 class RateModel:
-    """Owns the measured rates of one model's replicas.
+    """Owns the measured rates of replicas of one kind.
 
     A replica that has measured nothing yet is taken for the median of its peers, and for the prior when it has none, so
     that a cold or new replica gets a sane prediction. A rate is the mean of its replica's first measurements, then each
@@ -71,28 +79,82 @@ class RateModel:
         self._prior = prior
         self._prefill = _Smoothed(prefill_weight)  # tokens/s
         self._decode = _Smoothed(decode_weight)  # seconds
+        self._transfer = _Smoothed(decode_weight)  # tokens/s
 
     @property
-    def typical_prefill_tokens_per_s(self) -> float:
-        """The median of the replicas."""
-        return self._prefill.median(self._prior.prefill_tokens_per_s)
+    def has_prefill_rate(self) -> bool:
+        """Whether any replica has measured one."""
+        return self._prefill.has_any
+
+    def typical(self, otherwise: Rates | None = None) -> Rates:
+        """The medians of the replicas; `otherwise` (the prior by default) where none has measured anything."""
+        prior = self._prior if otherwise is None else otherwise
+        return Rates(
+            prefill_tokens_per_s=self._prefill.median(prior.prefill_tokens_per_s),
+            decode_step_s=self._decode.median(prior.decode_step_s),
+            transfer_tokens_per_s=self._transfer.median(prior.transfer_tokens_per_s),
+        )
 
     def observe(self, replica_id: str, stats: ReplicaStats) -> None:
         """Takes the measurements of one report in; absent or senseless ones are skipped."""
-        for rates, measured in ((self._prefill, stats.prefill_tokens_per_s), (self._decode, stats.decode_step_s)):
+        for rates, measured in (
+            (self._prefill, stats.prefill_tokens_per_s),
+            (self._decode, stats.decode_step_s),
+            (self._transfer, stats.transfer_tokens_per_s),
+        ):
             if measured is not None and 0 < measured < inf:
                 rates.observe(replica_id, measured)
 
     def forget(self, replica_id: str) -> None:
-        self._prefill.forget(replica_id)
-        self._decode.forget(replica_id)
+        for rates in (self._prefill, self._decode, self._transfer):
+            rates.forget(replica_id)
 
-    def rates(self, replica_id: str) -> Rates:
-        prefill, decode = self._prefill.get(replica_id), self._decode.get(replica_id)
+    def rates(self, replica_id: str, otherwise: Rates | None = None) -> Rates:
+        """One replica's; what it has not measured is taken from `typical(otherwise)`."""
+        typical = self.typical(otherwise)
+        prefill, decode, transfer = (rates.get(replica_id) for rates in (self._prefill, self._decode, self._transfer))
         return Rates(
-            prefill_tokens_per_s=self.typical_prefill_tokens_per_s if prefill is None else prefill,
-            decode_step_s=self._decode.median(self._prior.decode_step_s) if decode is None else decode,
+            prefill_tokens_per_s=typical.prefill_tokens_per_s if prefill is None else prefill,
+            decode_step_s=typical.decode_step_s if decode is None else decode,
+            transfer_tokens_per_s=typical.transfer_tokens_per_s if transfer is None else transfer,
         )
+
+
+class PoolRates:
+    """Owns the measured rates of one model's replicas, each pool for itself.
+
+    A pool measures what it does. The prompts of a decode replica are scraps beside many decodes, whose rate says little of a
+    longer one, so it is taken to be as fast as the prefill pool where its own rate is lower. What a pool has not measured at
+    all is taken from the other.
+    """
+
+    def __init__(self, prior: Rates) -> None:
+        self._prior = prior
+        self._pools: dict[Role, RateModel] = {role: RateModel(prior) for role in get_args(Role)}
+
+    def typical_prefill_tokens_per_s(self, role: Role) -> float:
+        """The median of the pool, or of the other one."""
+        return self._pools[role].typical(self._other(role)).prefill_tokens_per_s
+
+    def observe(self, replica_id: str, role: Role, stats: ReplicaStats) -> None:
+        self._pools[role].observe(replica_id, stats)
+
+    def forget(self, replica_id: str) -> None:
+        for pool in self._pools.values():
+            pool.forget(replica_id)
+
+    def rates(self, replica_id: str, role: Role) -> Rates:
+        if role == "unified":
+            return self._pools[role].rates(replica_id)
+        other = self._other(role)
+        own = self._pools[role].rates(replica_id, other)
+        if role == "decode" and own.prefill_tokens_per_s < other.prefill_tokens_per_s and self._pools["prefill"].has_prefill_rate:
+            return replace(own, prefill_tokens_per_s=other.prefill_tokens_per_s)
+        return own
+
+    def _other(self, role: Role) -> Rates:
+        """What the other pool does, for what this one has not measured."""
+        return self._prior if role == "unified" else self._pools["prefill" if role == "decode" else "decode"].typical()
 
 
 class DrainRate:

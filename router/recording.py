@@ -35,7 +35,8 @@ class DecisionRecorder:
             "request": asdict(request),
             "snapshot": {
                 "now_s": snapshot.now_s,
-                "replicas": [replica._asdict() | {"stats": asdict(replica.stats)} for replica in snapshot.replicas],
+                "replicas": [_replica_fields(replica) for replica in snapshot.replicas],
+                "prefill": [_replica_fields(replica) for replica in snapshot.prefill],
             },
             "seed": seed,
             "decision": asdict(decision) | {"candidates": [candidate._asdict() for candidate in decision.candidates]},
@@ -66,14 +67,19 @@ def _to_json(value: object) -> object:
     raise TypeError(f"no JSON for {type(value).__name__}")
 
 
+def _replica_fields(replica: ReplicaSnapshot) -> dict[str, Any]:
+    return replica._asdict() | {"stats": asdict(replica.stats)}
+
+
+def _replicas(fields: Iterable[dict[str, Any]]) -> tuple[ReplicaSnapshot, ...]:
+    return tuple(ReplicaSnapshot(**replica | {"stats": ReplicaStats(**replica["stats"])}) for replica in fields)
+
+
 def _record(fields: dict[str, Any]) -> DecisionRecord:
     request = fields["request"]
     request["block_keys"] = tuple(map(bytes.fromhex, request["block_keys"]))
     request["excluded_replicas"] = frozenset(request["excluded_replicas"])
-    replicas = []
-    for replica in fields["snapshot"]["replicas"]:
-        replica["stats"] = ReplicaStats(**replica["stats"])
-        replicas.append(ReplicaSnapshot(**replica))
+    snapshot = fields["snapshot"]
     decision = fields["decision"]
     candidates = []
     for candidate in decision["candidates"]:
@@ -82,7 +88,9 @@ def _record(fields: dict[str, Any]) -> DecisionRecord:
     decision["candidates"] = tuple(candidates)
     return DecisionRecord(
         request=RoutingRequest(**request),
-        snapshot=ClusterSnapshot(now_s=fields["snapshot"]["now_s"], replicas=tuple(replicas)),
+        snapshot=ClusterSnapshot(
+            now_s=snapshot["now_s"], replicas=_replicas(snapshot["replicas"]), prefill=_replicas(snapshot.get("prefill", ()))
+        ),
         seed=fields["seed"],
         decision=Decision(**decision),
     )

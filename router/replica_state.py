@@ -13,6 +13,8 @@ from router.snapshot import RECENT_WORK_S, ReplicaSnapshot
 _SNAPSHOT_AGE_S = 0.1
 _LEAST_KNOWN_S = 30.0
 _PREVIEW_BALANCE = 0.03
+_PREVIEW_CROWDING_STEPS = 64.0
+"""Decode steps that a full decode replica costs a request in the first estimate: a quarter of an answer of 256 tokens."""
 
 
 class ReplicaState:
@@ -25,6 +27,7 @@ class ReplicaState:
 
     def __init__(self, report: ReplicaReport, now_s: float, rates: Rates) -> None:
         self.replica_id = report.replica_id
+        self.role = report.role
         self.epoch = report.epoch
         self.max_num_seqs = report.max_num_seqs
         self.block_size = report.block_size
@@ -42,7 +45,7 @@ class ReplicaState:
         self._num_accepted = _num_accepted(report.stats)
         self._num_released = 0  # choices that a report counted and that ended since the last one
         self._released_context_tokens = 0
-        self.preview_s = 0.0  # recent work as a cost, as of the last booking or report: for a first estimate only
+        self.preview_s = 0.0  # recent work and load as a cost, as of the last booking or report: for a first estimate only
         self.busy_until_s = now_s + report.stats.num_uncomputed_tokens / rates.prefill_tokens_per_s
         self._recent_work_s = 0.0
         self._recent_at_s = now_s
@@ -81,23 +84,27 @@ class ReplicaState:
         self._num_accepted = accepted
         start_s = now_s + report.stats.num_uncomputed_tokens / rates.prefill_tokens_per_s
         for booking in self._unseen:
-            booking.start_s = start_s
-            if not booking.is_released:
-                start_s += booking.num_uncached_tokens / rates.prefill_tokens_per_s
+            if booking.num_uncached_tokens:
+                booking.start_s = start_s
+                if not booking.is_released:
+                    start_s += booking.num_uncached_tokens / rates.prefill_tokens_per_s
         self.busy_until_s = start_s
-        self.preview_s = _PREVIEW_BALANCE * self.recent_work_s(now_s)
+        self.preview_s = self._estimate_s(now_s)
         self._stats_now = self._snapshot = None
 
     def book(self, booking: Booking, now_s: float) -> None:
         work_s = booking.num_uncached_tokens / self.rates.prefill_tokens_per_s
-        booking.start_s = max(now_s, self.busy_until_s)
         booking.num_unseen = booking.request.num_choices
-        self.busy_until_s = booking.start_s + work_s
-        self._unseen.append(booking)
+        if booking.num_uncached_tokens:
+            booking.start_s = max(now_s, self.busy_until_s)
+            self.busy_until_s = booking.start_s + work_s
+        else:
+            booking.start_s = now_s  # no prefill here that it could wait for
+        self._line_up(booking)
         self._count(booking, 1)
         self._recent_work_s = self._decayed_work_s(now_s) + work_s
         self._recent_at_s = now_s
-        self.preview_s = _PREVIEW_BALANCE * self.recent_work_s(now_s)
+        self.preview_s = self._estimate_s(now_s)
         self._snapshot = None
 
     def release(self, booking: Booking) -> None:
@@ -112,7 +119,7 @@ class ReplicaState:
     def expire(self, now_s: float, expiry_s: float) -> list[Booking]:
         """Drops bookings that reports should have shown by now; returns those that nobody has released."""
         lost: list[Booking] = []
-        while self._unseen and self._unseen[0].booked_s + expiry_s <= min(now_s, self.reported_s):
+        while self._unseen and max(self._unseen[0].booked_s, self._unseen[0].arrives_s) + expiry_s <= min(now_s, self.reported_s):
             booking = self._unseen.popleft()
             if not booking.is_released:
                 self._count(booking, -1, booking.num_unseen)
@@ -176,6 +183,7 @@ class ReplicaState:
             recent_work_s=self.recent_work_s(now_s),
             recent_work_scale=self._work_scale(now_s),
             report_age_s=now_s - self.reported_s,
+            role=self.role,
         )
         if is_plain:
             self._snapshot, self._snapshot_at_s = made, now_s
@@ -185,6 +193,7 @@ class ReplicaState:
         """Plain JSON values for debugging."""
         stats = self.stats
         return {
+            "role": self.role,
             "epoch": self.epoch,
             "is_draining": self.is_draining,
             "is_fenced": self.is_fenced,
@@ -202,7 +211,21 @@ class ReplicaState:
             "recent_work_s": round(self.recent_work_s(now_s), 3),
             "prefill_tokens_per_s": round(self.rates.prefill_tokens_per_s, 1),
             "decode_step_s": round(self.rates.decode_step_s, 5),
+            "transfer_tokens_per_s": round(self.rates.transfer_tokens_per_s, 1),
         }
+
+    def _estimate_s(self, now_s: float) -> float:
+        estimate_s = _PREVIEW_BALANCE * self.recent_work_s(now_s)
+        if self.role == "decode":
+            estimate_s += _PREVIEW_CROWDING_STEPS * self.rates.decode_step_s * self.num_present / self.max_num_seqs
+        return estimate_s
+
+    def _line_up(self, booking: Booking) -> None:
+        """In the order of arrival: what waits for another replica's KV comes after what is sent on at once."""
+        position = len(self._unseen)
+        while position and self._unseen[position - 1].arrives_s > booking.arrives_s:
+            position -= 1
+        self._unseen.insert(position, booking)
 
     def _see(self, num_accepted: int) -> None:
         while num_accepted > 0 and self._unseen:
@@ -253,6 +276,7 @@ class ReplicaState:
             num_cached_blocks=stats.num_cached_blocks,
             prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
             decode_step_s=self.rates.decode_step_s,
+            transfer_tokens_per_s=self.rates.transfer_tokens_per_s,
         )
         return self._stats_now
 

@@ -19,7 +19,8 @@ class Router:
     The caller owns time: `now_s` is seconds of Unix time (deadlines are compared with it), never smaller than before.
     Calls are cheap and never wait. Use: `submit` requests, apply reports, then `step` and hand out its answers; call `step`
     again after each of these, and at `next_wakeup_s`. Every submitted request that is not cancelled gets exactly one answer.
-    A decision is booked in the step that makes it, until `release` or `cancel`.
+    A decision is booked in the step that makes it, until `release` or `cancel`; on the prefill side of a pair until
+    `release_prefill` at the latest.
     """
 
     def __init__(self, config: RouterConfig, policy: Policy, sink: DecisionSink | None = None) -> None:
@@ -85,6 +86,12 @@ class Router:
             self._models[model].release(request_id, now_s, num_output_tokens)
             if not self._models[model].has(request_id):
                 del self._model_of_request[request_id]
+
+    def release_prefill(self, request_id: str, now_s: float) -> None:
+        """The replica that computes the prompt for a pair has nothing left to do, for whatever reason. Unknown ids are ignored."""
+        model = self._model_of_request.get(request_id)
+        if model is not None:
+            self._models[model].release_prefill(request_id, now_s)
 
     def apply_report(self, report: ReplicaReport, now_s: float) -> ReportReply:
         """Takes a replica's report in; lost, repeated and reordered ones do no harm. A first report makes a candidate."""

@@ -12,10 +12,13 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "manta_router_queue": ("Requests that wait in the router, by priority", "priority"),
     "manta_router_replicas": ("Replicas by state: usable, draining, fenced (hung), reserved (for one request alone)", "state"),
     "manta_router_bookings": ("Requests dispatched and not ended", ""),
+    "manta_router_pool_replicas": ("Usable replicas by pool: unified, prefill, decode", "pool"),
+    "manta_router_prefill_bookings": ("Requests of a pair whose prompt is still with the prefill pool", ""),
     "manta_router_hit_ratio": ("Share of the prompt tokens sent to a replica that were known to be cached there", "replica"),
 }
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "manta_router_decisions": ("Decisions: first ones, resends after a loss, and those to run alone", "kind"),
+    "manta_router_plans": ("Decisions by plan: a pair, or the pool of the one replica that does it all", "plan"),
     "manta_router_rejections": ("Requests not admitted, by reason", "reason"),
 }
 
@@ -41,6 +44,8 @@ class RouterMetrics:
         shown: set[tuple[str, str, str]] = set()
         for model, one in statistics.items():
             gauges: list[tuple[str, str, float]] = [("manta_router_bookings", "", one.num_bookings)]
+            gauges.append(("manta_router_prefill_bookings", "", one.num_prefill_bookings))
+            gauges += [("manta_router_pool_replicas", role, count) for role, count in one.num_usable_by_pool.items()]
             gauges += [("manta_router_queue", str(priority), count) for priority, count in one.num_waiting.items()]
             gauges += [("manta_router_replicas", state, count) for state, count in one.num_replicas.items()]
             gauges += [
@@ -53,6 +58,8 @@ class RouterMetrics:
                 shown.add((name, model, tag))
             for kind, count in one.num_decisions.items():
                 self._count("manta_router_decisions", model, kind, count)
+            for plan, count in one.num_plans.items():
+                self._count("manta_router_plans", model, plan, count)
             for reason, count in one.num_rejections.items():
                 self._count("manta_router_rejections", model, reason, count)
         for name, model, tag in self._shown - shown:

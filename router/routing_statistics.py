@@ -16,13 +16,19 @@ class RoutingStatistics:
     num_waiting: Mapping[int, int]
     """priority -> requests in the queue"""
     num_bookings: int
+    num_prefill_bookings: int
+    """Pairs whose prompt is still with the prefill pool."""
     num_replicas: Mapping[str, int]
     """state (usable, draining, fenced, reserved) -> replicas"""
+    num_usable_by_pool: Mapping[str, int]
+    """role -> replicas that may take work"""
     num_decisions: Mapping[str, int]
     """kind (first, resend, alone) -> decisions"""
+    num_plans: Mapping[str, int]
+    """plan (pair, or the role of the replica that does it all) -> decisions"""
     num_rejections: Mapping[RejectionKind, int]
     num_prompt_tokens: Mapping[str, int]
-    """replica id -> prompt tokens sent there"""
+    """replica id -> prompt tokens sent there to be computed"""
     num_cached_tokens: Mapping[str, int]
     """replica id -> those of them that were known to be cached there"""
 
@@ -32,6 +38,7 @@ class RoutingCounters:
     """Owns the counters."""
 
     decisions: Counter[str] = field(default_factory=Counter)
+    plans: Counter[str] = field(default_factory=Counter)
     rejections: Counter[RejectionKind] = field(default_factory=Counter)
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     cached_tokens: Counter[str] = field(default_factory=Counter)

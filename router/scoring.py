@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from router.policies import rendezvous_weight
-from router.snapshot import RECENT_WORK_S, CandidateScore, ClusterSnapshot, Decision, ReplicaSnapshot, RoutingRequest
-
-_COLD_BALANCE = 0.03
-_MAX_UTILIZATION = 0.9
-_BUSY_UTILIZATION = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringWeights:
-    """How much a second of each kind counts. 1 is a second of this request's own time to first token."""
-
-    capacity: float = 16.0
-    """A second of prefill at the replicas' mean rate, once they are busy a quarter of the time: what is computed twice is
-    missing in the next burst, which the mean of the last minutes does not show. Less in proportion where they are idler:
-    there a burst finds room, and nobody waits for the sake of others."""
-    slowdown: float = 0.25
-    """A second of prefill, for each request that decodes beside it: chunked prefill stretches their steps, so all of their
-    answers take that much longer (a second of which counts as in `decode`)."""
-    queueing: float = 4.0
-    """A second of prefill, for each second that it keeps those waiting who come while the replica is busy: utilization /
-    (1 - utilization) of them with random arrivals, and several times that with arrivals as bursty as real ones."""
-    eviction: float = 2.0
-    """A second of recomputing what the new blocks push out of the cache, and later what is pushed out in turn."""
-    pending: float = 0.9
-    """A second of prefill that blocks booked but not reported yet are expected to save."""
-    decode: float = 0.25
-    """A second that the answer takes longer because the replica's decode step is slower."""
-    balance: float = 0.1
-    """A second of work sent to the replica lately, beyond `tolerance` above the least of the candidates."""
-    tolerance: float = 0.02
-    """Share by which recent work may differ before affinity yields to it; below, it only settles where cold prompts go."""
-    overdue: float = 1.0
-    """A second by which the first token is predicted to miss its deadline, on top of the wait itself."""
-    miss_s: float = 20.0
-    """What missing a deadline costs, by however little: affinity is no reason to do so where another replica is in time."""
+from router.plan_costs import PlanCosts
+from router.policies import cached_tokens, prefix_key, rendezvous_weight
+from router.replica_costs import ReplicaCosts, ScoringWeights
+from router.snapshot import ClusterSnapshot, Decision, RoutingRequest
 
 
 class ScoringPolicy:
-    """Cost = wait + prefill of what is not cached + capacity + slow-down of others + eviction + slower decode + imbalance.
+    """Takes the cheapest replica (`ReplicaCosts`); with pools, the cheapest plan (`PlanCosts`).
 
     Affinity is only the prefill that a cached prefix saves, with what it saves others; so it yields as soon as the chosen
     replica's own wait costs more, and a prefix that every replica holds favours none. Ties (within `tie_s`) go by rendezvous
@@ -61,122 +27,48 @@ class ScoringPolicy:
         tie_s: float = 1e-4,
     ) -> None:
         """`default_ttft_slo_s` after its arrival a request without a deadline counts as overdue."""
-        self._weights = weights if weights is not None else ScoringWeights()
-        self._default_ttft_slo_s = default_ttft_slo_s
-        self._expected_output_tokens = expected_output_tokens
+        self._costs = ReplicaCosts(
+            weights if weights is not None else ScoringWeights(),
+            expected_output_tokens=expected_output_tokens,
+            default_ttft_slo_s=default_ttft_slo_s,
+        )
+        self._plans = PlanCosts(self._costs)
         self._tie_s = tie_s
 
     def choose(self, request: RoutingRequest, snapshot: ClusterSnapshot, seed: int) -> Decision:
-        replicas = snapshot.replicas
-        work_s = [replica.recent_work_s for replica in replicas]
-        least_work_s = min(work_s)
-        utilization = min(_MAX_UTILIZATION, sum(work_s) / len(work_s) / RECENT_WORK_S)
-        num_behind = self._weights.queueing * utilization / (1 - utilization)
-        mean_rate = sum([replica.stats.prefill_tokens_per_s or 1.0 for replica in replicas]) / len(replicas)
-        token_s = self._weights.capacity * min(1.0, utilization / _BUSY_UTILIZATION) / mean_rate
-        num_outputs = min(request.max_tokens, self._expected_output_tokens * request.num_choices)
-        due_s = request.deadline_s
-        if due_s is None and request.arrival_s:
-            due_s = request.arrival_s + self._default_ttft_slo_s
-        scores = [
-            self._score(request, replica, snapshot.now_s, num_outputs, least_work_s, num_behind, token_s, due_s) for replica in replicas
-        ]
+        if snapshot.prefill:
+            return self._choose_plan(request, snapshot)
+        costs, replicas = self._costs, snapshot.replicas
+        prices, num_outputs, due_s = costs.prices(replicas), costs.num_outputs(request), costs.due_s(request)
+        scores = [costs.score(request, replica, snapshot.now_s, num_outputs, prices, due_s) for replica in replicas]
         limit = min([score.cost for score in scores]) + self._tie_s
         tied = [index for index, score in enumerate(scores) if score.cost <= limit]
         best = tied[0]
         if len(tied) > 1:
-            key = _prefix_key(request, snapshot)
+            key = prefix_key(request, replicas)
             best = max(tied, key=lambda index: rendezvous_weight(key, scores[index].replica_id))
         chosen, terms = replicas[best], dict(scores[best].terms)
         return Decision(
             request_id=request.request_id,
             replica_id=chosen.replica_id,
+            replica_role=chosen.role,
             predicted_ttft_s=terms["wait"] + terms["prefill"] + terms["pending"] + (chosen.stats.decode_step_s or 0.0),
-            num_cached_tokens=min(chosen.num_cached_blocks * chosen.block_size, request.num_prompt_tokens),
+            num_cached_tokens=cached_tokens(request, chosen),
             candidates=tuple(scores),
         )
 
-    def _score(
-        self,
-        request: RoutingRequest,
-        replica: ReplicaSnapshot,
-        now_s: float,
-        num_outputs: int,
-        least_work_s: float,
-        num_behind: float,
-        token_s: float,
-        due_s: float | None,
-    ) -> CandidateScore:
-        # runs for each candidate of each decision: plain comparisons, because calls of min and max are half of its time
-        weights, stats, size = self._weights, replica.stats, replica.block_size
-        rate, step_s = stats.prefill_tokens_per_s or 1.0, stats.decode_step_s or 0.0
-        num_cached = replica.num_cached_blocks * size
-        num_uncached = request.num_prompt_tokens - num_cached
-        if num_uncached < 1:
-            num_uncached = 1
-        num_pending = replica.num_pending_blocks * size - num_cached
-        num_pending = 0 if num_pending <= 0 else num_pending if num_pending < num_uncached else num_uncached - 1
-        wait_s = self._wait_s(request, replica, num_uncached, num_outputs)
-        prefill_s = num_uncached / rate
-        pending_s = -weights.pending * num_pending / rate
-        computed_s = prefill_s + pending_s
-        # blocks that are neither held nor worth keeping are taken first; what is beyond them evicts
-        num_blank_blocks = stats.num_blocks - stats.num_cached_blocks
-        if num_blank_blocks > stats.num_free_blocks:
-            num_blank_blocks = stats.num_free_blocks
-        num_evicted_blocks = (num_uncached - num_pending + num_outputs) / size - (num_blank_blocks if num_blank_blocks > 0 else 0)
-        eviction_s = weights.eviction * num_evicted_blocks * size / rate if num_evicted_blocks > 0 else 0.0
-        capacity_s = token_s * (num_uncached - weights.pending * num_pending)
-        queueing_s = num_behind * computed_s
-        slowdown_s = weights.slowdown * stats.num_running * computed_s
-        decode_s = weights.decode * num_outputs * step_s
-        # What one prompt more or less would have been extrapolated to says nothing: in the first minutes that is a lot.
-        ahead_s = replica.recent_work_s - least_work_s - (replica.recent_work_scale - 1.0) * request.num_prompt_tokens / rate
-        if ahead_s < 0:
-            ahead_s = 0.0
-        beyond_s = ahead_s - weights.tolerance * least_work_s
-        balance_s = _COLD_BALANCE * ahead_s + (weights.balance * beyond_s if beyond_s > 0 else 0.0)
-        cost = wait_s + prefill_s + pending_s + capacity_s + queueing_s + slowdown_s + eviction_s + decode_s + balance_s
-        terms: tuple[tuple[str, float], ...] = (
-            ("wait", wait_s),
-            ("prefill", prefill_s),
-            ("pending", pending_s),
-            ("capacity", capacity_s),
-            ("queueing", queueing_s),
-            ("slowdown", slowdown_s),
-            ("eviction", eviction_s),
-            ("decode", decode_s),
-            ("balance", balance_s),
+    def _choose_plan(self, request: RoutingRequest, snapshot: ClusterSnapshot) -> Decision:
+        plans = self._plans.plans(request, snapshot)
+        limit = min([plan.score.cost for plan in plans]) + self._tie_s
+        tied = [plan for plan in plans if plan.score.cost <= limit]
+        key = prefix_key(request, (*snapshot.replicas, *snapshot.prefill)) if len(tied) > 1 else b""
+        chosen = max(tied, key=lambda plan: rendezvous_weight(key, plan.name)) if key else tied[0]
+        return Decision(
+            request_id=request.request_id,
+            replica_id=chosen.runs.replica_id,
+            replica_role=chosen.runs.role,
+            prefill_replica_id=chosen.score.prefill_replica_id,
+            predicted_ttft_s=chosen.ttft_s,
+            num_cached_tokens=cached_tokens(request, chosen.computes),
+            candidates=tuple([plan.score for plan in plans]),
         )
-        if due_s is not None:
-            late_s = now_s + wait_s + computed_s - due_s
-            overdue_s = weights.miss_s + weights.overdue * late_s if late_s > 0 else 0.0
-            terms = (*terms, ("overdue", overdue_s))
-            cost += overdue_s
-        return CandidateScore(replica.replica_id, cost, terms)
-
-    def _wait_s(self, request: RoutingRequest, replica: ReplicaSnapshot, num_uncached: int, num_outputs: int) -> float:
-        """Prefill queued before this request; or, if longer, until a slot and enough blocks come free.
-
-        Little's law gives the latter: what is held leaves within the time that one answer takes.
-        """
-        stats = replica.stats
-        rate = stats.prefill_tokens_per_s or 1.0
-        wait_s = stats.num_uncomputed_tokens / rate - replica.report_age_s
-        wait_s = replica.num_booked_prefill_tokens / rate + (wait_s if wait_s > 0 else 0.0)
-        num_too_many = stats.num_running + stats.num_waiting + replica.num_booked_requests + request.num_choices - replica.max_num_seqs
-        num_needed_blocks = (num_uncached + num_outputs + replica.num_booked_context_tokens) / replica.block_size
-        num_missing_blocks = num_needed_blocks - stats.num_free_blocks if stats.num_blocks else 0
-        if num_too_many > 0 or num_missing_blocks > 0:
-            answer_s = self._expected_output_tokens * (stats.decode_step_s or 0.0)
-            num_held_blocks = max(1, stats.num_blocks - stats.num_free_blocks)
-            wait_s = max(wait_s, num_too_many * answer_s / replica.max_num_seqs, num_missing_blocks * answer_s / num_held_blocks)
-        return wait_s
-
-
-def _prefix_key(request: RoutingRequest, snapshot: ClusterSnapshot) -> bytes:
-    keys = request.block_keys
-    if not keys:
-        return request.request_id.encode()
-    deepest = max(max(replica.num_cached_blocks, replica.num_pending_blocks) for replica in snapshot.replicas)
-    return keys[min(deepest, len(keys) - 1)]

@@ -67,6 +67,8 @@ class ReplicaSnapshot(NamedTuple):
     recent_work_scale: float = 1.0
     """By how much that was extrapolated from the time since the replica is known; nears 1 with time."""
     report_age_s: float = 0.0
+    role: Role = "unified"
+    """Its pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,10 @@ class ClusterSnapshot:
 
     now_s: float
     replicas: tuple[ReplicaSnapshot, ...]
+    """Those that can do all of it. One of the decode pool can also go on from KV of the prefill pool."""
+    prefill: tuple[ReplicaSnapshot, ...] = ()
+    """Replicas of the prefill pool that may compute the prompt first. Empty without pools, and when one pool is not to be had:
+    what is left of the other is in `replicas` then."""
 
 
 class CandidateScore(NamedTuple):
@@ -84,6 +90,8 @@ class CandidateScore(NamedTuple):
     replica_id: str
     cost: float
     terms: tuple[tuple[str, float], ...] = ()
+    prefill_replica_id: str | None = None
+    """Set for a pair: this replica computes the prompt, and `replica_id` goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +106,7 @@ class Decision:
     """Set when this replica of the prefill pool computes the prompt first, and `replica_id` takes its KV over."""
     predicted_ttft_s: float | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that were known to be cached on the replica."""
+    """Prompt tokens that were known to be cached on the replica that computes the prompt."""
     candidates: tuple[CandidateScore, ...] = ()
 
 

@@ -4,99 +4,10 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvcache.events import BlockStored
-from kvcache.hashing import CacheIdentity, block_keys
-from replicas.stats import ReplicaReport, ReplicaStats
-from router.config import PolicyName, RouterConfig
-from router.policy_choice import make_policy
-from router.router import Router
-from router.snapshot import Decision, Rejection, RoutingRequest
-
-BLOCK = 16
-RATE = 1_000.0  # prompt tokens a second of every replica here
-POLICIES: tuple[PolicyName, ...] = ("scoring", "least_loaded", "round_robin", "power_of_two", "longest_prefix", "consistent_hash")
-
-
-def make_router(policy: PolicyName = "scoring", **fields: object) -> Router:
-    config = RouterConfig(policy=policy, **fields)  # type: ignore[arg-type]
-    return Router(config, make_policy(config))
-
-
-def report(
-    replica_id: str = "r0",
-    *,
-    epoch: int = 1,
-    first_event: int = 0,
-    keys: tuple[bytes, ...] = (),
-    is_draining: bool = False,
-    model: str = "m",
-    **stats: float,
-) -> ReplicaReport:
-    root = CacheIdentity().root_key()
-    fields = {"num_blocks": 10_000, "num_free_blocks": 10_000, "prefill_tokens_per_s": RATE, "decode_step_s": 0.01} | stats
-    return ReplicaReport(
-        replica_id=replica_id,
-        model=model,
-        epoch=epoch,
-        stats=ReplicaStats(**fields),  # type: ignore[arg-type]
-        block_size=BLOCK,
-        max_num_seqs=64,
-        first_event=first_event,
-        events=tuple(BlockStored(key, parent) for parent, key in zip((root, *keys), keys, strict=False)),
-        is_draining=is_draining,
-    )
-
-
-def keys_of(*tokens: int, length: int) -> tuple[bytes, ...]:
-    """Block keys of a prompt of `length` blocks: the given blocks' tokens, then the last of them for ever."""
-    blocks = [*tokens, *[tokens[-1]] * (length - len(tokens))]
-    return tuple(block_keys(CacheIdentity(), [token for token in blocks for _ in range(BLOCK)], BLOCK))
-
-
-def request(
-    request_id: str,
-    *,
-    tokens: int = 160,
-    keys: tuple[bytes, ...] = (),
-    priority: int = 0,
-    tenant: str = "a",
-    model: str = "m",
-    num_choices: int = 1,
-    attempt: int = 0,
-    excluded: frozenset[str] = frozenset(),
-    is_alone: bool = False,
-    caller: str = "",
-    arrival_s: float = 0.0,
-) -> RoutingRequest:
-    return RoutingRequest(
-        request_id=request_id,
-        model=model,
-        num_prompt_tokens=tokens,
-        max_tokens=64,
-        block_keys=keys,
-        priority=priority,
-        tenant=tenant,
-        num_choices=num_choices,
-        attempt=attempt,
-        excluded_replicas=excluded,
-        is_alone=is_alone,
-        arrival_s=arrival_s,
-        caller=caller,
-    )
-
-
-def replicas_of(answers: list[Decision | Rejection]) -> list[str]:
-    return [answer.replica_id for answer in answers if isinstance(answer, Decision)]
-
-
-def state_of(router: Router, replica_id: str = "r0", now_s: float = 0.0) -> dict[str, object]:
-    model = router.describe(now_s)["m"]
-    assert isinstance(model, dict)
-    state: dict[str, object] = model["replicas"][replica_id]
-    return state
+from router.config import PolicyName
+from router.snapshot import Decision
+from tests.router_harness import RATE, keys_of, make_router, replicas_of, report, request, state_of
 
 
 def test_submit_waits_for_a_replica_and_goes_when_one_reports() -> None:
@@ -109,18 +20,6 @@ def test_submit_waits_for_a_replica_and_goes_when_one_reports() -> None:
     assert (decision.request_id, decision.replica_id) == ("q", "r0")
     assert router.step(1.0) == []
     assert router.explain("q") == [decision]
-
-
-def test_submit_without_any_replica_is_rejected_as_unavailable_in_time() -> None:
-    router = make_router(no_replica_timeout_s=10.0)
-    router.submit(request("q"), 5.0)
-    assert router.next_wakeup_s(5.0) == 15.0
-    assert router.step(14.9) == []
-    (rejection,) = router.step(15.0)
-    assert isinstance(rejection, Rejection)
-    assert rejection.is_unavailable
-    assert rejection.retry_after_s > 0
-    assert router.num_waiting == 0
 
 
 def test_submit_same_id_twice_while_it_waits_is_an_error() -> None:
@@ -387,37 +286,6 @@ def test_silent_replica_gets_work_only_when_all_are_silent() -> None:
     assert len(router.step(100.0)) == 1, "stale reports do not stop dispatch"
 
 
-def test_queue_limit_gives_up_the_lowest_class_first() -> None:
-    router = make_router(max_queue_requests=2)
-    for name, priority in (("a", 1), ("b", 2), ("c", 0), ("d", 2)):
-        router.submit(request(name, priority=priority), 0.0)
-    rejections = router.step(0.0)
-    assert [answer.request_id for answer in rejections] == ["b", "d"]
-    assert all(isinstance(answer, Rejection) and answer.retry_after_s >= 1 for answer in rejections)
-    assert router.num_waiting == 2
-
-
-def test_tenant_limit_rejects_only_that_tenant() -> None:
-    router = make_router(max_queue_requests_per_tenant=1)
-    for name, tenant in (("a0", "a"), ("a1", "a"), ("b0", "b")):
-        router.submit(request(name, tenant=tenant), 0.0)
-    (rejection,) = router.step(0.0)
-    assert rejection.request_id == "a1"
-
-
-def test_predicted_wait_sheds_by_class_and_tells_when_to_come_back() -> None:
-    router = make_router(max_wait_s=5.0, max_wait_s_by_priority={0: 60.0}, dispatch_ahead=1)
-    router.apply_report(report(), 0.0)
-    for number in range(8):
-        router.submit(request(f"q{number}", tokens=1_000, priority=1), 0.0)
-    # the queue was empty until a step; with six seconds of prompts ahead the seventh of class 1 is too many
-    rejected = [answer for answer in router.step(0.0) if isinstance(answer, Rejection)]
-    assert [answer.request_id for answer in rejected] == ["q6", "q7"]
-    assert all(answer.retry_after_s == pytest.approx(1.0) for answer in rejected)
-    router.submit(request("urgent", tokens=1_000), 0.0)
-    assert not any(isinstance(answer, Rejection) for answer in router.step(0.0))
-
-
 def test_describe_is_plain_json() -> None:
     router = make_router()
     router.apply_report(report(), 0.0)
@@ -437,81 +305,9 @@ def test_router_keeps_nothing_of_requests_that_ended() -> None:
     assert not router._model_of_request
     assert len(router._explained) == 4
     model = router._models["m"]
-    assert model._pending.num_entries == 0
-    assert not model._pending_on
-    assert not model._bookings
-
-
-ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["submit", "submit", "submit", "report", "report", "release", "cancel", "remove", "restart", "wait"]),
-        st.integers(0, 3),
-        st.integers(0, 20),
-    ),
-    max_size=80,
-)
-
-
-def act(router: Router, action: str, number: int, value: int, submitted: list[str], epoch: int, num_steps: int, now_s: float) -> None:
-    if action == "submit":
-        keys = keys_of(number, value, length=value + 1)
-        name = f"q{len(submitted)}"
-        router.submit(request(name, tokens=16 * (value + 1), keys=keys, priority=number, tenant=f"t{value % 3}"), now_s)
-    elif action == "report":
-        router.apply_report(report(f"r{number}", epoch=epoch, num_finished=num_steps, num_steps=num_steps), now_s)
-    elif action == "restart":
-        router.apply_report(report(f"r{number}", epoch=epoch + 1), now_s)
-    elif action == "remove":
-        router.remove_replica(f"r{number}", now_s)
-    elif action == "release" and submitted:
-        router.release(submitted[value % len(submitted)], now_s, value)
-    elif action == "cancel" and submitted:
-        router.cancel(submitted[value % len(submitted)], now_s)
-
-
-def drain(router: Router, now_s: float) -> list[str]:
-    """Ids of the answers until nothing waits, with each request ending as soon as it is dispatched."""
-    answered = []
-    for _ in range(5_000):
-        for answer in router.step(now_s):
-            answered.append(answer.request_id)
-            router.release(answer.request_id, now_s, 1)
-        if not router.num_waiting:
-            break
-        wakeup_s = router.next_wakeup_s(now_s)
-        assert wakeup_s is not None
-        now_s = max(now_s + 1e-3, wakeup_s)
-    return answered
-
-
-@settings(max_examples=120, deadline=None)
-@given(st.sampled_from(POLICIES), ACTIONS)
-def test_router_answers_each_request_once_and_the_same_each_time(policy: PolicyName, actions: list[tuple[str, int, int]]) -> None:
-    routers = [make_router(policy, max_queue_requests=12, dispatch_ahead=2, no_replica_timeout_s=50.0) for _ in range(2)]
-    submitted: list[str] = []
-    cancelled: set[str] = set()
-    answered: Counter[str] = Counter()
-    epochs = [1] * 4
-    now_s = 0.0
-    for num_steps, (action, number, value) in enumerate(actions):
-        now_s += value if action == "wait" else 0.01
-        both = []
-        for router in routers:
-            act(router, action, number, value, submitted, epochs[number], num_steps, now_s)
-            both.append(router.step(now_s))
-        assert both[0] == both[1]
-        answered.update(answer.request_id for answer in both[0])
-        if action == "submit":
-            submitted.append(f"q{len(submitted)}")
-        elif action == "cancel" and submitted:
-            cancelled.add(submitted[value % len(submitted)])
-        elif action == "restart":
-            epochs[number] += 1
-    routers[0].apply_report(report("last"), now_s)
-    answered.update(drain(routers[0], now_s))
-    assert routers[0].num_waiting == 0
-    assert all(count == 1 for count in answered.values())
-    assert set(answered) | cancelled == set(submitted)
+    assert model._ledger.num_pending_entries == 0
+    assert not model._ledger._pending_on
+    assert not len(model._ledger)
 
 
 def test_explain_of_an_answer_tells_of_its_prompts_and_resends_only() -> None:
@@ -561,80 +357,3 @@ def test_requests_of_a_caller_are_those_it_waits_for_or_has_booked() -> None:
     for name in router.requests_of("g1"):
         router.cancel(name, 0.0)
     assert router.requests_of("g1") == []
-
-
-def test_solitary_request_waits_for_an_empty_replica_and_keeps_others_off_it() -> None:
-    router = make_router()
-    router.apply_report(report("r0", num_running=3), 0.0)
-    router.apply_report(report("r1", num_running=1), 0.0)
-    router.submit(request("alone", is_alone=True), 0.0)
-    assert router.step(0.0) == []  # r1 is reserved, and not empty yet
-    for index in range(3):
-        router.submit(request(f"a{index}"), 0.0)
-    assert replicas_of(router.step(0.0)) == ["r0"] * 3
-    router.apply_report(report("r1", num_running=0, num_finished=1, num_steps=1), 0.1)
-    decisions = router.step(0.1)
-    assert [(d.request_id, d.replica_id) for d in decisions if isinstance(d, Decision)] == [("alone", "r1")]
-    router.submit(request("late"), 0.1)
-    assert router.step(0.1) == []  # r1 stays reserved while it runs there
-    router.release("alone", 0.2, 5)
-    assert "r1" in replicas_of(router.step(0.2))
-
-
-def test_solitary_request_whose_reserved_replica_dies_takes_another() -> None:
-    router = make_router()
-    router.apply_report(report("r0", num_running=2), 0.0)
-    router.apply_report(report("r1", num_running=1), 0.0)
-    router.submit(request("alone", is_alone=True), 0.0)
-    router.step(0.0)
-    router.remove_replica("r1", 0.0)
-    router.apply_report(report("r0", num_running=0, num_finished=2, num_steps=1), 0.1)
-    assert replicas_of(router.step(0.1)) == ["r0"]
-
-
-def test_solitary_requests_run_one_after_the_other_on_a_single_replica() -> None:
-    router = make_router()
-    router.apply_report(report(), 0.0)
-    router.submit(request("x", is_alone=True), 0.0)
-    router.submit(request("y", is_alone=True), 0.0)
-    assert replicas_of(router.step(0.0)) == ["r0"]
-    assert router.step(1.0) == []
-    router.apply_report(report(num_running=0, num_finished=1, num_steps=1), 1.0)
-    router.release("x", 1.0, 5)
-    (decision,) = router.step(1.0)
-    assert decision.request_id == "y"
-
-
-def test_solitary_request_that_is_cancelled_frees_its_replica() -> None:
-    router = make_router()
-    router.apply_report(report(num_running=1), 0.0)
-    router.submit(request("alone", is_alone=True), 0.0)
-    router.step(0.0)
-    router.submit(request("a"), 0.0)
-    assert router.step(0.0) == []
-    router.cancel("alone", 0.0)
-    assert replicas_of(router.step(0.0)) == ["r0"]
-    assert router.num_waiting == 0
-
-
-def test_solitary_request_without_any_replica_is_rejected_in_time() -> None:
-    router = make_router(no_replica_timeout_s=10.0)
-    router.submit(request("alone", is_alone=True), 0.0)
-    assert router.step(9.0) == []
-    (rejection,) = router.step(10.0)
-    assert isinstance(rejection, Rejection)
-    assert rejection.is_unavailable
-
-
-def test_resend_is_admitted_to_a_full_queue_and_goes_before_newer_requests() -> None:
-    router = make_router(dispatch_ahead=1, max_queue_requests=2)
-    router.apply_report(report(), 100.0)
-    for name in ("a", "b", "c", "d"):  # the first two are dispatched
-        router.submit(request(name, arrival_s=100.0), 100.0)
-        router.step(100.0)
-    router.submit(request("late", arrival_s=100.0), 100.0)
-    router.submit(request("resend", attempt=1, arrival_s=40.0), 100.0)
-    assert [answer.request_id for answer in router.step(100.0)] == ["late"]  # turned away
-    router.release("a", 100.1)
-    router.release("b", 100.1)
-    assert router.step(100.1)[0].request_id == "resend"

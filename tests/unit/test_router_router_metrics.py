@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.router_metrics import COUNTERS, GAUGES, RouterMetrics
-from tests.unit.test_router_router import make_router, report, request
+from tests.router_harness import make_router, report, request
 
 
 class _Sink:
@@ -30,12 +30,17 @@ def test_exported_values_are_those_of_a_hand_made_history() -> None:
         router.step(0.0)
     router.submit(request("again", attempt=1, is_alone=True), 0.0)
     metrics.export(router.statistics())
-    assert sink.counters == {("manta_router_decisions", "m", "first"): 2, ("manta_router_rejections", "m", "queue_full"): 1}
+    assert sink.counters == {
+        ("manta_router_decisions", "m", "first"): 2,
+        ("manta_router_plans", "m", "unified"): 2,
+        ("manta_router_rejections", "m", "queue_full"): 1,
+    }
     assert sink.gauges["manta_router_queue", "m", "0"] == 2  # one in line, and the one that must run alone
     assert sink.gauges["manta_router_queue", "m", "5"] == 1
     assert ("manta_router_queue", "m", "9") not in sink.gauges
     assert sink.gauges["manta_router_bookings", "m", ""] == 2
     assert sink.gauges["manta_router_replicas", "m", "usable"] == 1
+    assert sink.gauges["manta_router_pool_replicas", "m", "unified"] == 1
     assert sink.gauges["manta_router_hit_ratio", "m", "r0"] == 0.0
 
     router.release("q0", 1.0, 1)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from replicas.stats import ReplicaStats
-from router.scoring import ScoringPolicy, ScoringWeights
+from router.replica_costs import ScoringWeights
+from router.scoring import ScoringPolicy
 from router.snapshot import RECENT_WORK_S, CandidateScore, ClusterSnapshot, ReplicaSnapshot, RoutingRequest
 
 REPLICA = ReplicaSnapshot(
