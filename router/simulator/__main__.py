@@ -41,7 +41,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, required=True, help="a Mooncake .jsonl or an Azure .csv file")
     parser.add_argument("--policy", choices=POLICIES, default="scoring")
     parser.add_argument("--compare", action="store_true", help="run every policy, print a table and draw it")
-    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--mode", choices=("unified", "disaggregated"), default="unified")
+    parser.add_argument("--replicas", type=int, default=4, help="of a unified model")
+    parser.add_argument("--prefill", type=int, default=2, help="replicas of the prefill pool of a disaggregated model")
+    parser.add_argument("--decode", type=int, default=2, help="replicas of its decode pool")
+    parser.add_argument("--bandwidth", type=float, default=50e9, help="bytes/s from one prefill replica to one decode replica")
+    parser.add_argument("--prefill-max-num-batched-tokens", type=int, help="in the prefill pool; as elsewhere by default")
     parser.add_argument("--blocks-per-replica", type=int, help="KV blocks a replica; what fits the device by default")
     parser.add_argument("--block-size", type=int, default=512, help="tokens a block; must divide 512")
     parser.add_argument("--speedup", type=float, default=1.0, help="arrivals come this many times as fast")
@@ -61,11 +66,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    for name in ("replicas", "tenants", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+    for name in ("replicas", "prefill", "decode", "tenants", "max_num_seqs", "max_num_batched_tokens", "block_size"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if options.speedup <= 0:
-        raise ValueError(f"--speedup must be above 0, got {options.speedup}")
+    for name in ("speedup", "bandwidth"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name} must be above 0, got {getattr(options, name)}")
+    has_pools = options.mode == "disaggregated"
+    num_replicas = options.prefill + options.decode if has_pools else options.replicas
     model, device = MODELS[options.model], DEVICES[options.device]
     num_devices = options.devices_per_replica or max(1, round(2 * model.weight_bytes / device.memory_bytes + 0.49))
     timer = StepTimer(model, device, num_devices)
@@ -73,7 +81,10 @@ def _simulate(options: argparse.Namespace) -> None:
     if options.tenants > 1:
         trace = [replace(request, tenant=f"tenant {number % options.tenants}") for number, request in enumerate(trace)]
     config = SimulationConfig(
-        num_replicas=options.replicas,
+        num_replicas=num_replicas,
+        num_prefill_replicas=options.prefill if has_pools else 0,
+        transfer_bytes_per_s=options.bandwidth,
+        prefill_max_num_batched_tokens=options.prefill_max_num_batched_tokens,
         num_blocks=options.blocks_per_replica or timer.num_blocks(options.block_size),
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
@@ -86,6 +97,7 @@ def _simulate(options: argparse.Namespace) -> None:
         seed=options.seed,
         max_wait_s=options.max_wait,
         prior_prefill_tokens_per_s=timer.prefill_tokens_per_s,
+        prior_transfer_tokens_per_s=options.bandwidth / model.kv_bytes_per_token,
         max_queue_requests=max(RouterConfig().max_queue_requests, len(trace)),
     )
     runs = [_timed_run(policy, trace, config, timer, base) for policy in (POLICIES if options.compare else (options.policy,))]
@@ -102,7 +114,8 @@ def _simulate(options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.compare:
         picture = options.picture or Path(f"comparison_{options.trace.stem}.png")
-        where = f"{options.replicas} replicas of {model.name} on {num_devices} {device.name}"
+        pools = f" ({options.prefill} prefill, {options.decode} decode)" if has_pools else ""
+        where = f"{num_replicas} replicas{pools} of {model.name} on {num_devices} {device.name}"
         title = f"{options.trace.stem}, {where}, speed-up {options.speedup:g}"
         draw_comparison(runs, title, picture)
         logger.info("drew %s", picture)

@@ -45,6 +45,9 @@ def run_policy(
         ),
         "num_preemptions": sum(replica.num_preemptions for replica in result.replicas),
         "busy_share": sum(replica.busy_s for replica in result.replicas) / (result.end_s * config.num_replicas),
+        "plans": dict(result.plans),
+        "num_moved_tokens": result.num_moved_tokens,
+        "moving_s": result.moving_s,
         "wall": {"decision_s": percentiles(result.decision_s)},
     }
 

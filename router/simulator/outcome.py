@@ -20,6 +20,8 @@ class RequestOutcome:
     ttft_limit_s: float
     tpot_limit_s: float
     replica_id: str | None = None
+    prefill_replica_id: str | None = None
+    """Set when a pair served it."""
     dispatch_s: float | None = None
     first_token_s: float | None = None
     end_s: float | None = None
@@ -75,7 +77,7 @@ def summarize(
     num_cached = sum(outcome.num_cached_tokens for outcome in served)
     work: Counter[str] = Counter({f"idle {number}": 0 for number in range(num_replicas)})
     for outcome in served:
-        work[outcome.replica_id or ""] += outcome.num_prompt_tokens - outcome.num_cached_tokens
+        work[outcome.prefill_replica_id or outcome.replica_id or ""] += outcome.num_prompt_tokens - outcome.num_cached_tokens
     busiest = max(work.values(), default=0)
     total_work = sum(work.values())
     good = [outcome for outcome in served if outcome.is_good]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 
-from replicas.request import GenerationRequest
+from replicas.engine_config import Role
+from replicas.request import FinishReason, GenerationRequest, RequestKey
 from replicas.sampling_params import SamplingParams
 from replicas.scheduler import SchedulerConfig
 from replicas.stats import ReplicaReport
@@ -16,6 +18,7 @@ from router.config import RouterConfig
 from router.policies import Policy
 from router.recording import DecisionSink
 from router.router import Router
+from router.simulator.handoffs import SimulatedHandoffs
 from router.simulator.hardware import StepTimer
 from router.simulator.outcome import RequestOutcome
 from router.simulator.replica import SimulatedReplica, StepResult
@@ -30,12 +33,18 @@ class SimulationConfig:
     """One run's settings."""
 
     num_replicas: int = 4
+    num_prefill_replicas: int = 0
+    """So many of them make the prefill pool, and the others the decode pool; with 0 there are no pools."""
+    transfer_bytes_per_s: float = 50e9
+    """KV from one prefill replica to one decode replica: 400 Gbit/s, the network card of one GPU."""
     num_blocks: int = 5_000
     """KV blocks a replica."""
     block_size: int = 512
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2_048
     """Token budget of a step; 2,048 keeps steps of an 8B model on an H100 under the TPOT limit."""
+    prefill_max_num_batched_tokens: int | None = None
+    """The same in the prefill pool, where no decode waits for a step; None: no other."""
     speedup: float = 1.0
     """Arrivals come this many times as fast as in the trace."""
     report_interval_s: float = 0.1
@@ -52,6 +61,12 @@ class SimulationConfig:
     """Whether requests carry their TTFT limit as a deadline."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_prefill_replicas < self.num_replicas:
+            raise ValueError(f"num_prefill_replicas must leave one of {self.num_replicas} to decode, got {self.num_prefill_replicas}")
+        if self.transfer_bytes_per_s <= 0:
+            raise ValueError(f"transfer_bytes_per_s must be above 0, got {self.transfer_bytes_per_s}")
+
 
 @dataclass(slots=True)
 class SimulationResult:
@@ -62,6 +77,12 @@ class SimulationResult:
     end_s: float
     decision_s: list[float] = field(default_factory=list)
     """Wall-clock seconds of each `Router.step` that dispatched, divided by the number of its decisions."""
+    plans: Counter[str] = field(default_factory=Counter)
+    """plan (pair, or the role of the replica that did it all) -> decisions"""
+    num_moved_tokens: int = 0
+    """Whose KV went from one replica to another."""
+    moving_s: float = 0.0
+    """Seconds that it took, all links together."""
 
 
 class Simulation:
@@ -92,14 +113,21 @@ class Simulation:
             max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
             max_model_len=max_model_len,
         )
+        num_prefill_tokens = max(config.prefill_max_num_batched_tokens or config.max_num_batched_tokens, config.max_num_seqs)
+        prefill_config = replace(scheduler_config, max_num_batched_tokens=num_prefill_tokens)
+        num_prefill = config.num_prefill_replicas
+        second: Role = "decode" if num_prefill else "unified"
+        roles: list[Role] = ["prefill" if number < num_prefill else second for number in range(config.num_replicas)]
         width = len(str(config.num_replicas - 1))
-        self._replicas = {
-            replica.replica_id: replica
-            for replica in (
-                SimulatedReplica(f"r{number:0{width}}", "model", timer, scheduler_config, config.num_blocks, config.block_size)
-                for number in range(config.num_replicas)
-            )
-        }
+        self._replicas: dict[str, SimulatedReplica] = {}
+        for number, role in enumerate(roles):
+            settings = prefill_config if role == "prefill" else scheduler_config
+            replica_id = f"r{number:0{width}}"
+            self._replicas[replica_id] = SimulatedReplica(replica_id, "model", timer, settings, config.num_blocks, config.block_size, role)
+        self._targets: dict[RequestKey, tuple[GenerationRequest, SimulatedReplica]] = {}  # pairs: what goes on where
+        token_s = timer.model.kv_bytes_per_token / config.transfer_bytes_per_s
+        self._handoffs = SimulatedHandoffs(token_s, self._at, self._wake)
+        self._plans: Counter[str] = Counter()
         self._report_every_s = max(config.report_interval_s, config.num_replicas / MAX_REPORTS_PER_S)
 
     def run(self, trace: Sequence[TraceRequest], on_progress: Callable[[int], None] | None = None) -> SimulationResult:
@@ -128,6 +156,9 @@ class Simulation:
             replicas=list(self._replicas.values()),
             end_s=self._now_s,
             decision_s=self._decision_s,
+            plans=self._plans,
+            num_moved_tokens=self._handoffs.num_moved_tokens,
+            moving_s=self._handoffs.moving_s,
         )
 
     def _at(self, at_s: float, action: Callable[[], None]) -> None:
@@ -174,6 +205,8 @@ class Simulation:
             if isinstance(answer, Decision):
                 outcome.dispatch_s = self._now_s
                 outcome.replica_id = answer.replica_id
+                outcome.prefill_replica_id = answer.prefill_replica_id
+                self._plans[answer.replica_role if answer.prefill_replica_id is None else "pair"] += 1
                 outcome.predicted_ttft_s = answer.predicted_ttft_s
                 self._at(self._now_s + self._config.dispatch_s, partial(self._reach, answer))
             else:
@@ -186,19 +219,32 @@ class Simulation:
             self._at(self._wakeup_s, _nothing)
 
     def _reach(self, decision: Decision) -> None:
-        """A dispatched request arrives at its engine."""
-        request = self._trace[decision.request_id]
-        replica = self._replicas[decision.replica_id]
-        replica.add(
-            GenerationRequest(
-                request_id=request.request_id,
-                prompt_ids=request.prompt_ids(),
-                params=SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True),
-                seed=0,
-                priority=request.priority,
-                tenant=request.tenant,
-            )
+        """A dispatched request arrives at its engine; that of a pair at the one that computes its prompt."""
+        asked = self._trace[decision.request_id]
+        replica = self._replicas[decision.prefill_replica_id or decision.replica_id]
+        request = GenerationRequest(
+            request_id=asked.request_id,
+            prompt_ids=asked.prompt_ids(),
+            params=SamplingParams(max_tokens=asked.num_output_tokens, ignore_eos=True),
+            seed=0,
+            priority=asked.priority,
+            tenant=asked.tenant,
         )
+        if decision.prefill_replica_id is None:
+            replica.add(request)
+        else:
+            self._targets[request.key] = request, self._replicas[decision.replica_id]
+            replica.add(replace(request, wants_handoff=True))
+        self._wake(replica)
+
+    def _reach_target(self, key: RequestKey) -> None:
+        """The first chunk of a pair's prompt is computed, and its other replica has heard of it."""
+        request, target = self._targets.pop(key)
+        if request.request_id in self._trace:
+            target.add_handoff(request)
+            self._wake(target)
+
+    def _wake(self, replica: SimulatedReplica) -> None:
         if not replica.is_stepping:
             self._begin(replica)
 
@@ -206,19 +252,36 @@ class Simulation:
         step_s = replica.begin_step()
         if step_s is not None:
             self._at(self._now_s + step_s, partial(self._finish, replica))
+        for key, num_cached in replica.take_loads():
+            self._handoffs.note_room(key, num_cached, self._now_s)
 
     def _finish(self, replica: SimulatedReplica) -> None:
-        self._record(replica, replica.finish_step())
-        self._begin(replica)
+        result = replica.finish_step()
+        for key, num_computed in result.readable:
+            self._note_readable(replica, key, num_computed)
+        self._record(replica, result)
+        self._wake(replica)
+
+    def _note_readable(self, source: SimulatedReplica, key: RequestKey, num_computed: int) -> None:
+        outcome = self._outcomes[key.request_id]
+        assert outcome.replica_id is not None, "a request runs that was never dispatched"
+        target = self._replicas[outcome.replica_id]
+        if self._handoffs.note_computed(key, num_computed, outcome.num_prompt_tokens, source, target, self._now_s):
+            self._at(self._now_s + self._config.dispatch_s, partial(self._reach_target, key))
 
     def _record(self, replica: SimulatedReplica, result: StepResult) -> None:
         for progress in result.progress:
+            if progress.key.request_id not in self._trace:
+                continue  # it was cancelled here, because its first token ended it elsewhere
             outcome = self._outcomes[progress.key.request_id]
             if outcome.first_token_s is None:
                 outcome.first_token_s = self._now_s
                 outcome.num_cached_tokens = progress.num_cached_tokens
                 replica.count_prompt(outcome.num_prompt_tokens, progress.num_cached_tokens)
-            if progress.finish_reason is not None:
+            if progress.finish_reason is FinishReason.HANDOFF:
+                self._router.release_prefill(progress.key.request_id, self._now_s)
+            elif progress.finish_reason is not None:
+                self._handoffs.drop(progress.key)
                 outcome.end_s = self._now_s
                 self._router.release(progress.key.request_id, self._now_s, outcome.num_output_tokens)
                 self._num_open -= 1
