@@ -26,6 +26,10 @@ class DataLink(Protocol):
         """Source, after the receiver was told. Returns when `data` may be reused."""
         ...
 
+    def settle(self) -> None:
+        """Source, when the receiver speaks again: it has taken what was sent."""
+        ...
+
     def receive(self, ticket: str, num_bytes: int) -> torch.Tensor:
         """Receiver: the next message, uint8."""
         ...

@@ -38,6 +38,9 @@ class ProcessGroupLink:
         except RuntimeError as error:
             raise LinkLost(f"the process group broke in a send: {error}") from error
 
+    def settle(self) -> None:
+        """A send has ended when it was taken."""
+
     def receive(self, ticket: str, num_bytes: int) -> torch.Tensor:
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         try:

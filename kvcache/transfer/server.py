@@ -82,7 +82,9 @@ class TransferServer:
             channel.send({"ok": True, "invitation": invitation}, REPLY_DEADLINE_S)
             link = transport.accept(invitation)
             while True:
-                self._answer(channel, link, channel.receive(IDLE_S))
+                message = channel.receive(IDLE_S)
+                link.settle()
+                self._answer(channel, link, message)
         except LinkLost as error:
             logger.debug("a receiver is gone: %s", error)
         finally:

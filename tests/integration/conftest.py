@@ -1,4 +1,4 @@
-"""One Ray, one deployment of a tiny random model, shared by every test of this folder."""
+"""One Ray, and deployments of a tiny random model, shared by every test of this folder."""
 
 from __future__ import annotations
 
@@ -38,8 +38,26 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, default_model_dir: 
 
 
 @pytest.fixture(scope="session")
-def deployed(tiny_model_dir: Path) -> Iterator[Deployed]:
+def local_ray() -> Iterator[int]:
+    """A Ray of this session's own, with Serve; the port of its proxy."""
     import ray
+    from ray import serve
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # "local": a file that another Ray left in its temporary folder must not make this one look for that cluster.
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=128 * 2**20)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+        yield port
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def deployed(local_ray: int, tiny_model_dir: Path) -> Deployed:
     from ray import serve
 
     from cluster.app import build
@@ -56,15 +74,5 @@ def deployed(tiny_model_dir: Path) -> Iterator[Deployed]:
         "router": {"caller_lease_s": CALLER_LEASE_S},
         "gateway": {"num_replicas": 2},
     }
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # "local": a file that another Ray left in its temporary folder must not make this one look for that cluster.
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=128 * 2**20)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-        serve.run(build(args), name=APP, route_prefix="/")
-        yield Deployed(port)
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    serve.run(build(args), name=APP, route_prefix="/")
+    return Deployed(local_ray)

@@ -17,13 +17,15 @@ from kvcache.spec import CANONICAL_LAYOUT, KVGroupSpec, KVLayout
 from kvcache.tensors import KVTensors
 from kvcache.transfer.control import ControlChannel
 from kvcache.transfer.in_process import InProcessConnector
-from kvcache.transfer.link import Connector, LinkLost
+from kvcache.transfer.link import Connector, LinkLost, Transport
+from kvcache.transfer.object_store import ObjectStoreTransport
 from kvcache.transfer.process_group import ProcessGroupTransport
 from kvcache.transfer.pull import HandoffPull, PullOutcome
 from kvcache.transfer.remote import RemoteConnector
 from kvcache.transfer.server import TransferServer
 from kvcache.transfer.source import KVSource
 from kvcache.wire import WireFormat
+from tests.memory_store import MemoryStore
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS = 4, 8, 4
@@ -61,7 +63,7 @@ def _handoff(ref: TransferRef, num_tokens: int, *shares: HeadShare, lease_s: flo
 Serve = Callable[[Side], str]
 
 
-@pytest.fixture(params=["in-process", "process-group"])
+@pytest.fixture(params=["in-process", "process-group", "object-store"])
 def wire(request: pytest.FixtureRequest) -> Iterator[tuple[Serve, Callable[[Side], Connector]]]:
     """Serves a source, and makes a connector for a receiver."""
     with ExitStack() as stack:
@@ -70,18 +72,24 @@ def wire(request: pytest.FixtureRequest) -> Iterator[tuple[Serve, Callable[[Side
             yield lambda side: registry.serve(side.source), lambda side: registry
             return
 
+        store = MemoryStore()
+
+        def transport_of_a_side() -> Transport:
+            return ProcessGroupTransport(CPU) if request.param == "process-group" else ObjectStoreTransport(store, CPU)
+
         def serve(side: Side) -> str:
-            transport = ProcessGroupTransport(CPU)
+            transport = transport_of_a_side()
             server = TransferServer(side.source, {transport.name: transport})
             stack.callback(server.close)
             return server.address
 
         def connector(side: Side) -> Connector:
-            made = RemoteConnector(ProcessGroupTransport(CPU), side.kv)
+            made = RemoteConnector(transport_of_a_side(), side.kv)
             stack.callback(made.close)
             return made
 
         yield serve, connector
+    assert store.objects == {}, "the store still holds a message"
 
 
 class Pulling:
