@@ -37,7 +37,7 @@ class ScoringWeights:
     """A second that the answer takes when it is decoded in the prefill pool, whose next prompts will hold it up. Only with pools."""
     balance: float = 0.1
     """A second of work sent to the replica lately, beyond `tolerance` above the least of the candidates."""
-    tolerance: float = 0.02
+    tolerance: float = 0.04
     """Share by which recent work may differ before affinity yields to it; below, it only settles where cold prompts go."""
     overdue: float = 1.0
     """A second by which the first token is predicted to miss its deadline, on top of the wait itself."""
