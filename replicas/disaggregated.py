@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, get_args
 
 from replicas.async_engine import KVChanges
@@ -11,29 +11,30 @@ from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
 from replicas.engine_loader import load_engine
 from replicas.handoff_wiring import InProcessWiring, ProcessGroupWiring
+from replicas.paired_progress import BAD_ENDINGS, PairedProgress
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
 from replicas.stats import ReplicaStats
 
 Transfer = Literal["in-process", "process-group"]
 
 
-@dataclass(slots=True)
 class _Pair:
     """One request on its way through both engines."""
 
-    request: GenerationRequest
-    num_emitted: int = 0
-    num_decoded: int = 0  # tokens that the decode engine has reported, those of the prefill among them
-    num_cached_tokens: int = 0
-    is_decoding: bool = False
+    def __init__(self, request: GenerationRequest, *, has_prefill: bool) -> None:
+        self.request = request
+        self.merge = PairedProgress(request)
+        self.has_prefill = has_prefill
+        self.decode_attempt: int | None = None  # once the decode engine has it
+        if not has_prefill:
+            self.merge.lose_prefill()
 
 
 class DisaggregatedEngine:
     """Owns a prefill engine and a decode engine, and steps both on the caller's thread.
 
-    The decode engine begins to pull when the first chunk of a prefill is computed. The first token is reported by
-    whichever has it first and dropped when the other repeats it; a prefill that fails leaves the decode engine to do
-    it all.
+    The decode engine begins to pull when the first chunk of a prefill is computed. `PairedProgress` makes one stream of both; a
+    prefill that fails leaves the decode engine to do it all.
     """
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
@@ -70,12 +71,13 @@ class DisaggregatedEngine:
         num_tokens, longest = len(request.prompt_ids), self.decode.description.max_model_len
         if num_tokens + (0 if request.params.max_tokens == 0 else 1) > longest:
             raise RequestRejected(f"the prompt has {num_tokens} tokens; the decode engine's max_model_len is {longest}")
-        if request.wants_prompt_logprobs:  # they need every position's logits, and so one engine that computes them all
+        pair = _Pair(request, has_prefill=not request.wants_prompt_logprobs)
+        if pair.has_prefill:
+            self.prefill.add_request(replace(request, wants_handoff=True))
+        else:  # they need every position's logits, and so one engine that computes them all
             self.decode.add_request(request)
-            self._pairs[request.key] = _Pair(request, is_decoding=True)
-            return
-        self.prefill.add_request(replace(request, wants_handoff=True))
-        self._pairs[request.key] = _Pair(request)
+            pair.decode_attempt = request.attempt
+        self._pairs[request.key] = pair
 
     def cancel(self, key: RequestKey) -> bool:
         pair = self._pairs.pop(key, None)
@@ -94,7 +96,7 @@ class DisaggregatedEngine:
             outputs.append(output)
             for item in output.progress:
                 pair = self._pairs.get(item.key)
-                if pair is not None and pair.request.attempt == item.attempt:
+                if pair is not None:
                     progress += take(pair, item)
         is_idle = not progress and not any(o.num_prefill_tokens + o.num_decode_tokens for o in outputs)
         if is_idle and self.has_work:
@@ -135,39 +137,56 @@ class DisaggregatedEngine:
         self.prefill.close()
 
     def _take_prefill(self, pair: _Pair, item: RequestProgress) -> list[RequestProgress]:
-        pair.num_cached_tokens = max(pair.num_cached_tokens, item.num_cached_tokens)
-        reported: list[RequestProgress] = []
-        if item.token_ids and pair.num_emitted == 0:
-            pair.num_emitted = len(item.token_ids)
-            reported.append(replace(item, handoff=None, finish_reason=None, stop_token_id=None))
-        if item.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            return self._end(pair, reported[-1] if reported else item, item)
-        if not pair.is_decoding and (item.handoff is not None or item.finish_reason is not None):
-            pair.is_decoding = True
-            try:
-                self.decode.add_request(replace(pair.request, handoff=item.handoff))
-            except RequestRejected as error:
-                rejected = RequestProgress(key=item.key, attempt=item.attempt, finish_reason=FinishReason.FAILED, error=str(error))
-                return reported + self._end(pair, rejected, rejected)
-        return reported
+        if not pair.has_prefill or item.attempt != pair.request.attempt:
+            return []
+        told = None
+        if item.finish_reason in BAD_ENDINGS:
+            pair.has_prefill = False
+            pair.merge.lose_prefill()
+        else:
+            told = pair.merge.take_prefill(item)
+        ended = self._report(pair, told)
+        if pair.merge.resend_reason is not None:
+            return ended + self._resend(pair)
+        is_running = item.key in self._pairs
+        if is_running and pair.decode_attempt is None and (item.handoff is not None or not pair.has_prefill):
+            return ended + self._send_to_decode(pair, replace(pair.request, handoff=item.handoff))
+        return ended
 
     def _take_decode(self, pair: _Pair, item: RequestProgress) -> list[RequestProgress]:
-        num_known = max(0, min(len(item.token_ids), pair.num_emitted - pair.num_decoded))
-        pair.num_decoded += len(item.token_ids)
-        new_ids = item.token_ids[num_known:]
-        # A token that came with the handoff has no log-probability here: the prefill has reported it.
-        logprobs = item.logprobs[max(0, len(item.logprobs) - len(new_ids)) :]
-        item = replace(item, token_ids=new_ids, logprobs=logprobs, num_cached_tokens=pair.num_cached_tokens)
-        pair.num_emitted = max(pair.num_emitted, pair.num_decoded)
-        if item.finish_reason is not None:
-            return self._end(pair, item, item)
-        return [item] if item.token_ids else []
+        if item.attempt != pair.decode_attempt:
+            return []
+        told = pair.merge.take_decode(item)
+        return self._report(pair, told) if pair.merge.resend_reason is None else self._resend(pair)
 
-    def _end(self, pair: _Pair, item: RequestProgress, ending: RequestProgress) -> list[RequestProgress]:
-        """The one last progress: `item` with the ending, and nothing left of the request in either engine."""
-        del self._pairs[item.key]
-        self._cancel_engines(item.key)
-        return [replace(item, handoff=None, finish_reason=ending.finish_reason, stop_token_id=ending.stop_token_id, error=ending.error)]
+    def _send_to_decode(self, pair: _Pair, request: GenerationRequest) -> list[RequestProgress]:
+        pair.decode_attempt = request.attempt
+        try:
+            self.decode.add_request(request)
+        except RequestRejected as error:
+            key, attempt = request.key, pair.request.attempt
+            return self._report(pair, RequestProgress(key=key, attempt=attempt, finish_reason=FinishReason.FAILED, error=str(error)))
+        return []
+
+    def _resend(self, pair: _Pair) -> list[RequestProgress]:
+        """The decode engine computes the KV itself, and goes on behind the tokens that were reported."""
+        assert pair.decode_attempt is not None, "only what the decode engine says can ask for it"
+        self._cancel_engines(pair.request.key)
+        output_ids = pair.request.output_ids + pair.merge.first_ids
+        again = replace(pair.request, output_ids=output_ids, attempt=pair.decode_attempt + 1)
+        pair.has_prefill = False
+        pair.merge = PairedProgress(again)
+        pair.merge.lose_prefill()
+        return self._send_to_decode(pair, again)
+
+    def _report(self, pair: _Pair, told: RequestProgress | None) -> list[RequestProgress]:
+        """`told` as its caller must see it; with the ending, nothing is left of the request in either engine."""
+        if told is None:
+            return []
+        if told.finish_reason is not None:
+            del self._pairs[told.key]
+            self._cancel_engines(told.key)
+        return [replace(told, attempt=pair.request.attempt)]
 
     def _cancel_engines(self, key: RequestKey) -> None:
         self.prefill.cancel(key)

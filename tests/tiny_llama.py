@@ -11,12 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.data_paths import SHARED_DATA
 
 FIRST_BYTE = 3  # after the special tokens
+VOCAB_SIZE = FIRST_BYTE + 256
 
 
 def save_tiny_llama(folder: Path) -> Path:
     torch.manual_seed(5)
     config = LlamaConfig(
-        vocab_size=FIRST_BYTE + 256, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     model = LlamaForCausalLM(config)

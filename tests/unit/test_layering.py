@@ -34,6 +34,7 @@ TORCH_FREE_MODULES = (
     "replicas.engine_metrics",
     "replicas.logs",
     "replicas.model_description",
+    "replicas.paired_progress",
     "replicas.reporter",
     "replicas.request",
     "replicas.request_state",
