@@ -38,6 +38,10 @@ class AccessRecord:
     finish_reasons: list[str] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     """Every replica that served a part of it, in order of first use."""
+    num_pairs: int = 0
+    """How often a choice was sent to a prefill and a decode replica."""
+    recomputes: list[str] = field(default_factory=list)
+    """For each choice whose decode replica could not take over from the prefill one: why it had to compute the prompt itself."""
     num_failovers: int = 0
     pauses_s: list[float] = field(default_factory=list)
     """For each choice that went on elsewhere: from the loss of its replica until its next token."""
@@ -51,8 +55,10 @@ class AccessRecord:
 
     @property
     def prediction_ratio(self) -> float | None:
-        """Actual over predicted time from decision to first token; None after a failover before it, which nobody predicts."""
-        if self.first_token_s is None or self.decided_s is None or not self.predicted_ttft_s or self.num_failovers:
+        """Actual over predicted time from decision to first token; None after a loss on the way, which nobody predicts."""
+        if self.first_token_s is None or self.decided_s is None or not self.predicted_ttft_s:
+            return None
+        if self.num_failovers or self.recomputes:
             return None
         return (self.first_token_s - self.decided_s) / self.predicted_ttft_s
 
@@ -85,6 +91,7 @@ def log_access(record: AccessRecord) -> None:
         "duration_ms": _milliseconds(record.duration_s),
         "finish_reason": ",".join(record.finish_reasons) or None,
         "replica": ",".join(record.replicas) or None,
+        "recomputes": ",".join(record.recomputes) or None,
         "failovers": record.num_failovers or None,
         "longest_pause_ms": _milliseconds(max(record.pauses_s, default=None)),
         "error": record.error,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
+from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
 from replicas.request import GenerationRequest, RequestProgress
 from router.snapshot import Decision, Rejection, RoutingRequest
@@ -47,15 +48,17 @@ class Backend(Protocol):
     async def close(self) -> None: ...
 
     async def describe(self, model: str) -> ModelDescription:
-        """Facts of a model's engines; waits until one replica has loaded. Raises ReplicaGone."""
+        """Facts of a model's engines; waits until one replica, of whatever pool, has loaded. Raises ReplicaGone."""
         ...
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
         """Waits in the router's queue. Cancelling the call leaves the queue. Raises RouterGone, also when the router hangs."""
         ...
 
-    def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
-        """Streams one choice from exactly that replica. Closing the iterator cancels the request there.
+    def generate(
+        self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
+    ) -> AsyncGenerator[RequestProgress, None]:
+        """Streams one choice from exactly that replica of the pool `role`. Closing the iterator cancels the request there.
 
         Raises ReplicaDied, ReplicaLeft, RequestRejected.
         """
@@ -63,6 +66,10 @@ class Backend(Protocol):
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
         """The request has ended, was cancelled or never got its decision. Does not block; unknown ids are ignored."""
+        ...
+
+    def release_prefill(self, request_id: str) -> None:
+        """The prefill replica of a pair has ended every choice of the request. Does not block; unknown ids are ignored."""
         ...
 
     def report_gone(self, replica_id: str) -> None:

@@ -1,6 +1,7 @@
 """Runs every choice of one HTTP request on its replica and merges what they say into one stream of text.
 
-A replica that dies is replaced: the choice goes on elsewhere from its journal, and its reader notices only a pause.
+A choice runs on one replica, or on a pair (`pair_stream`). A replica that dies is replaced: the choice goes on elsewhere from its
+journal, and its reader notices only a pause.
 """
 
 from __future__ import annotations
@@ -8,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 
 from cluster.access_log import AccessRecord
 from cluster.backend import Backend, ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
 from cluster.errors import GenerationFailed, Overloaded, Unavailable
+from cluster.pair_stream import PairGivenUp, PairStream, PrefillBooking
 from cluster.prepared_generation import PreparedGeneration, routing_request
+from cluster.replica_losses import FailoverPolicy, ReplicaLosses
 from cluster.served_model import ServedModel
 from cluster.stream_journal import StreamJournal
-from replicas.request import FinishReason, GenerationRequest, TokenLogprob
+from replicas.paired_progress import RecomputeReason
+from replicas.request import FinishReason, GenerationRequest, RequestProgress, TokenLogprob
 from replicas.text.text_stream import TextStream
 from router.snapshot import Decision, Rejection, RoutingRequest
 
@@ -42,19 +47,6 @@ class ChoiceDelta:
     """One per prompt token after the first, in the first delta of each choice, when the request asks for them."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailoverPolicy:
-    """How hard a request is kept alive."""
-
-    max_deaths: int = 3
-    """A choice present at this many deaths of replicas is refused. Before the last of them it runs alone on a replica, so
-    that it is refused only when it is the reason."""
-    router_timeout_s: float = 10.0
-    """How long a request waits for a dead router to come back."""
-    replica_timeout_s: float = 120.0
-    """How long a begun choice whose replica died waits for another one to be up, e.g. for the only one to be restarted."""
 
 
 class ChoiceStreams:
@@ -122,6 +114,7 @@ class ChoiceStreams:
                 self._record.decided_s = self._clock()
                 self._record.queue_s = self._record.decided_s - self._record.started_s
                 self._record.predicted_ttft_s = decision.predicted_ttft_s
+            booking = PrefillBooking(self._backend, decision, self._prepared.params.n)
             async with asyncio.TaskGroup() as group:
                 for choice in range(self._prepared.params.n):
                     params = self._prepared.params.for_choice(choice)
@@ -129,13 +122,13 @@ class ChoiceStreams:
                     emitted.append(journal)
                     is_scored_apart = choice > 0 and self._prepared.params.prompt_logprobs is not None
                     run = self._run_scored_choice if is_scored_apart else self._run_choice
-                    group.create_task(run(journal, first_index + choice, decision.replica_id))
+                    group.create_task(run(journal, first_index + choice, decision, booking))
         except* Exception as errors:  # noqa: BLE001 - passed on: the reader raises it
             await self._queue.put(_first(errors))
         finally:
             self._backend.release(request.request_id, sum(journal.num_tokens for journal in emitted))
 
-    async def _run_scored_choice(self, journal: StreamJournal, index: int, replica_id: str) -> None:
+    async def _run_scored_choice(self, journal: StreamJournal, index: int, decision: Decision, booking: PrefillBooking) -> None:
         """A choice whose first sibling scores the prompt for both. It waits for that, and then finds the prompt cached."""
         position = index // self._prepared.params.n
         await self._scored[position].wait()
@@ -143,49 +136,64 @@ class ChoiceStreams:
         reason = FinishReason.LENGTH if is_all else None
         await self._queue.put(ChoiceDelta(index=index, prompt_logprobs=self._prompt_logprobs[position], finish_reason=reason))
         if not is_all:
-            await self._run_choice(journal, index, replica_id)
+            await self._run_choice(journal, index, decision, booking)
 
-    async def _run_choice(self, journal: StreamJournal, index: int, replica_id: str) -> None:
+    async def _run_choice(self, journal: StreamJournal, index: int, decision: Decision, booking: PrefillBooking) -> None:
         request = journal.current_request()
         text = TextStream(self._model.tokenizer, request.params, request.output_ids)
         leases: list[str] = []
-        losses = _Losses()
+        losses = ReplicaLosses(self._policy, self._clock)
+        note_loss = partial(self._note_loss, journal, losses)
         try:
             while True:
                 try:
-                    if await self._follow(journal, text, index, replica_id, losses):
-                        return
+                    await self._follow(journal, text, index, decision, _ChoiceEvents(self._record, losses, booking, note_loss))
+                    return
                 except ReplicaGone as error:
-                    num_tokens = journal.num_tokens
-                    logger.warning("request %s choice %d: %s; going on from token %d", request.request_id, index, error, num_tokens)
-                    pause_s = losses.add(error, self._clock(), num_tokens)
-                    if isinstance(error, ReplicaDied) and not isinstance(error, ReplicaHung):
-                        self._backend.report_gone(error.replica_id)
-                    if losses.num_deaths >= self._policy.max_deaths:
-                        raise GenerationFailed(
-                            f"{losses.num_deaths} replicas died while they ran this request, the last of them when it ran nothing else"
-                        ) from error
-                    if self._clock() - losses.since_s > self._policy.replica_timeout_s:
+                    pause_s = note_loss(error)
+                    if losses.has_waited_enough:
                         raise Unavailable("no replica can take the request: each that could has died or left it") from error
                     await self._sleep(pause_s)
-                    self._record.num_failovers += 1
+                except PairGivenUp:
+                    logger.warning("request %s choice %d runs alone next", request.request_id, request.choice)
+                self._record.num_failovers += 1
                 resend = journal.begin_attempt()
                 lease = replace(resend, request_id=f"{resend.request_id}-{resend.choice}-{resend.attempt}")
                 leases.append(lease.request_id)
-                is_alone = losses.num_deaths >= max(2, self._policy.max_deaths - 1)
-                replica_id = (await self._acquire_again(lease, losses.replica_ids, is_alone=is_alone)).replica_id
+                decision = await self._acquire_again(lease, losses.replica_ids, is_alone=losses.is_suspect)
+                booking = PrefillBooking(self._backend, decision, num_choices=1)
         finally:
             for lease_id in leases:
                 self._backend.release(lease_id, journal.num_tokens)
 
-    async def _follow(self, journal: StreamJournal, text: TextStream, index: int, replica_id: str, losses: _Losses) -> bool:
-        """Streams from one replica until the choice is finished. Raises ReplicaGone when that replica cannot go on."""
-        self._record.note_replica(replica_id)
-        async with aclosing(self._backend.generate(self._model.name, replica_id, journal.current_request())) as stream:
+    def _note_loss(self, journal: StreamJournal, losses: ReplicaLosses, error: ReplicaGone) -> float:
+        """Counts a lost replica of a choice, tells the router of a dead one, and returns the seconds to wait before another is
+        asked for. Raises GenerationFailed when it was the last one that the choice may take with it."""
+        request = journal.current_request()
+        logger.warning("request %s choice %d: %s; going on from token %d", request.request_id, request.choice, error, journal.num_tokens)
+        pause_s = losses.add(error, journal.num_tokens)
+        if isinstance(error, ReplicaDied) and not isinstance(error, ReplicaHung):
+            self._backend.report_gone(error.replica_id)
+        if losses.is_condemned:
+            raise GenerationFailed(
+                f"{losses.num_deaths} replicas died while they ran this request, the last of them when it ran nothing else"
+            ) from error
+        return pause_s
+
+    def _open(self, journal: StreamJournal, decision: Decision, events: _ChoiceEvents) -> AsyncGenerator[RequestProgress, None]:
+        if decision.prefill_replica_id is not None:
+            self._record.num_pairs += 1
+            return PairStream(self._backend, self._model.name, decision, journal, events).progress()
+        events.sent_to(decision.replica_id)
+        return self._backend.generate(self._model.name, decision.replica_id, journal.current_request(), decision.replica_role)
+
+    async def _follow(self, journal: StreamJournal, text: TextStream, index: int, decision: Decision, events: _ChoiceEvents) -> None:
+        """Streams from the replicas of one decision until the choice is finished. Raises ReplicaGone when they cannot go on."""
+        async with aclosing(self._open(journal, decision, events)) as stream:
             async for progress in stream:
                 if not journal.try_record(progress):
                     continue
-                if progress.token_ids and (pause_s := losses.take_pause(self._clock())) is not None:
+                if progress.token_ids and (pause_s := events.losses.take_pause()) is not None:
                     self._record.pauses_s.append(pause_s)
                 # What came before a bad ending may come in one message with it, and is the client's all the same.
                 is_cut = progress.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED)
@@ -208,12 +216,14 @@ class ChoiceStreams:
                         )
                     )
                 if delta.finish_reason is not None:
-                    return True
+                    return
                 if progress.finish_reason is FinishReason.FAILED:
-                    raise GenerationFailed(progress.error or "the engine could not finish the request")
+                    key, error = progress.key, progress.error
+                    logger.error("request %s choice %d failed on %s: %s", key.request_id, key.choice, decision.replica_id, error)
+                    raise GenerationFailed("the engine failed while it ran this request; the server's log has the reason")
                 if is_cut:
-                    raise ReplicaLeft(replica_id, "it handed the request back")
-        raise ReplicaLeft(replica_id, "its stream ended early")
+                    raise ReplicaLeft(decision.replica_id, "it handed the request back")
+        raise ReplicaLeft(decision.replica_id, "its stream ended early")
 
     def _is_scored(self, index: int) -> bool:
         return self._scored[index // self._prepared.params.n].is_set()
@@ -236,7 +246,7 @@ class ChoiceStreams:
         routing = routing_request(
             self._model.name, request, block_size=facts.block_size, weights_version=facts.weights_version, num_choices=num_choices
         )
-        routing = replace(routing, excluded_replicas=excluded, is_alone=is_alone)
+        routing = replace(routing, excluded_replicas=excluded, is_alone=is_alone, is_whole=routing.is_whole or is_alone)
         answer = await self._ask_router(routing)
         if isinstance(answer, Rejection):
             if answer.is_unavailable:
@@ -270,36 +280,28 @@ class ChoiceStreams:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-class _Losses:
-    """The replicas that one choice lost, and how long it has been without one that makes progress."""
+@dataclass(frozen=True, slots=True)
+class _ChoiceEvents:
+    """Notes what happens to the pair of one choice."""
 
-    def __init__(self) -> None:
-        self.num_deaths = 0
-        self.replica_ids: frozenset[str] = frozenset()
-        self.since_s = 0.0  # of the first loss after the last token
-        self._num_tokens = -1
-        self._num_repeats = 0
-        self._is_pausing = False
+    record: AccessRecord
+    losses: ReplicaLosses
+    booking: PrefillBooking
+    note_loss: Callable[[ReplicaGone], float]
 
-    def take_pause(self, now_s: float) -> float | None:
-        """The first token after a loss has come: seconds since that; None when nothing was lost."""
-        if not self._is_pausing:
-            return None
-        self._is_pausing = False
-        return now_s - self.since_s
+    def sent_to(self, replica_id: str) -> None:
+        self.record.note_replica(replica_id)
 
-    def add(self, error: ReplicaGone, now_s: float, num_tokens: int) -> float:
-        """Counts one more; returns the seconds to wait before the router is asked for another. They grow while the same
-        replicas are named again and again: it has no other, which changes soon (its successor loads) or never."""
-        self.num_deaths += isinstance(error, ReplicaDied)
-        if num_tokens != self._num_tokens:
-            self.since_s, self._num_tokens, self._num_repeats = now_s, num_tokens, 0
-        self._is_pausing = True
-        if error.replica_id not in self.replica_ids:
-            self.replica_ids |= {error.replica_id}
-            return 0.0
-        self._num_repeats += 1
-        return float(min(0.1 * 2 ** (self._num_repeats - 1), _LONGEST_PAUSE_S))
+    def prefill_ended(self) -> None:
+        self.booking.end_one()
+
+    def prefill_lost(self, error: ReplicaGone) -> None:
+        self.note_loss(error)
+        if self.losses.is_suspect:
+            raise PairGivenUp from error
+
+    def recomputes(self, reason: RecomputeReason) -> None:
+        self.record.recomputes.append(reason)
 
 
 def _first(errors: BaseExceptionGroup[Exception]) -> Exception:

@@ -30,11 +30,11 @@ class Gateway:
     """Holds no state beyond its open connections, so that any number of gateways is the same as one."""
 
     def __init__(self, config: GatewayConfig, router: Any, replicas: dict[str, dict[Role, Any]], log_level: str) -> None:
-        """`replicas` maps each model's name to its pools: role to handle of the deployment."""
+        """`replicas` maps each model's name to its pools, and each pool to the handle of its deployment."""
         start_logging(log_level)
         self._config = config
-        handles = {name: over_grpc(next(iter(pools.values()))) for name, pools in replicas.items()}
-        self._backend = ServeBackend(over_grpc(router), handles)
+        pools = {name: {role: over_grpc(handle) for role, handle in handles.items()} for name, handles in replicas.items()}
+        self._backend = ServeBackend(over_grpc(router), pools)
         self._models = ModelRegistry(tuple(replicas), self._backend)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.choice_streams import FailoverPolicy
 from cluster.limits import RequestLimits
 from cluster.priorities import PriorityRules
+from cluster.replica_losses import FailoverPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,12 @@ class GatewayMetrics:
         self._requests = metrics.Counter("manta_http_requests", "HTTP requests by path and status", tag_keys=("model", "path", "status"))
         self._tokens = metrics.Counter("manta_http_tokens", "Tokens in and out, as clients were told", tag_keys=("model", "kind"))
         self._failovers = metrics.Counter("manta_failovers", "Choices moved to another replica", tag_keys=("model",))
+        self._pairs = metrics.Counter("manta_pairs", "Choices sent to a prefill and a decode replica", tag_keys=("model",))
+        self._recomputes = metrics.Counter(
+            "manta_pair_recomputes",
+            "Choices of a pair that their decode replica was told to compute itself",
+            tag_keys=("model", "reason"),
+        )
         self._pause = metrics.Histogram(
             "manta_failover_pause_seconds",
             "From the loss of a replica until the next token of a choice that it ran",
@@ -53,6 +59,10 @@ class GatewayMetrics:
                 self._tokens.inc(count, {**tags, "kind": kind})
         if record.num_failovers:
             self._failovers.inc(record.num_failovers, tags)
+        if record.num_pairs:
+            self._pairs.inc(record.num_pairs, tags)
+        for reason in record.recomputes:
+            self._recomputes.inc(1, {**tags, "reason": reason})
         for pause_s in record.pauses_s:
             self._pause.observe(pause_s, tags)
         if record.prediction_ratio is not None:

@@ -11,10 +11,11 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.access_log import AccessRecord
 from cluster.backend import Backend
-from cluster.choice_streams import ChoiceDelta, ChoiceStreams, FailoverPolicy
+from cluster.choice_streams import ChoiceDelta, ChoiceStreams
 from cluster.errors import answer_for
 from cluster.prepared_generation import PreparedGeneration
 from cluster.protocols.openai.responses import usage_body
+from cluster.replica_losses import FailoverPolicy
 from cluster.served_model import ServedModel
 from cluster.server_sent_events import DONE, EventStream, event
 from replicas.request import FinishReason

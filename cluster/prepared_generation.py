@@ -51,7 +51,10 @@ class PreparedGeneration:
 
 
 def routing_request(model: str, request: GenerationRequest, *, block_size: int, weights_version: str, num_choices: int) -> RoutingRequest:
-    """What the router needs to know of a prompt: its size and the keys of its full blocks, unless none may be reused."""
+    """What the router needs to know of a prompt: its size and the keys of its full blocks, unless none may be reused.
+
+    Whoever computes log-probabilities of a prompt computes it from its first token on, and goes on alone.
+    """
     reusable_ids = () if request.wants_prompt_logprobs else request.prompt_ids
     identity = CacheIdentity(salt=request.cache_salt, adapter_id=request.adapter_id, weights_version=weights_version)
     return RoutingRequest(
@@ -66,4 +69,5 @@ def routing_request(model: str, request: GenerationRequest, *, block_size: int, 
         deadline_s=request.deadline_s,
         arrival_s=request.arrival_s,
         attempt=request.attempt,
+        is_whole=request.wants_prompt_logprobs,
     )

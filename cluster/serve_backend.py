@@ -1,11 +1,11 @@
-"""The Backend over Ray Serve handles: the router is one actor, each model's replicas are one deployment."""
+"""The Backend over Ray Serve handles: the router is one actor, each pool of a model's replicas is one deployment."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from cluster.backend import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, 
 from cluster.interrupts import Interrupted, Interrupts
 from cluster.target_unreachable import TargetUnreachable
 from replicas.async_engine import EngineUnhealthy
+from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
 from replicas.request import GenerationRequest, RequestProgress
 from router.snapshot import Decision, Rejection, RoutingRequest
@@ -40,10 +41,10 @@ class ServeBackend:
     interrupted at once.
     """
 
-    def __init__(self, router: Any, replicas: Mapping[str, Any]) -> None:
-        """`replicas` maps a model's name to the handle of its deployment."""
+    def __init__(self, router: Any, replicas: Mapping[str, Mapping[Role, Any]]) -> None:
+        """`replicas` maps a model's name to its pools, and each pool to the handle of its deployment."""
         self._router = router
-        self._replicas = dict(replicas)
+        self._replicas = {model: dict(pools) for model, pools in replicas.items()}
         self._caller = f"gateway-{secrets.token_hex(6)}"
         self._fenced: frozenset[str] = frozenset()
         self._interrupts = Interrupts()
@@ -59,10 +60,15 @@ class ServeBackend:
             await asyncio.gather(self._renewal, return_exceptions=True)
 
     async def describe(self, model: str) -> ModelDescription:
+        asked = [asyncio.create_task(_described_by(handle)) for handle in self._replicas[model].values()]
         try:
-            return await self._replicas[model].describe.remote()  # type: ignore[no-any-return]
+            return await _first_answer(asked)
         except _UNREACHABLE as error:
             raise ReplicaGone("any", _first_line(error)) from error
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
         response = self._router.acquire.remote(replace(request, caller=self._caller))
@@ -78,10 +84,14 @@ class ServeBackend:
         except _UNREACHABLE as error:
             raise RouterGone(_first_line(error)) from error
 
-    async def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+    async def generate(
+        self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
+    ) -> AsyncGenerator[RequestProgress, None]:
         if replica_id in self._fenced:
             raise ReplicaLeft(replica_id, "it is fenced")
-        handle = self._replicas[model].options(method_name="generate", session_id=replica_id, stream=True)
+        if role not in self._replicas[model]:  # of another version of the configuration, while one takes the place of the other
+            raise ReplicaLeft(replica_id, f"this gateway has no pool {role!r} of {model}")
+        handle = self._replicas[model][role].options(method_name="generate", session_id=replica_id, stream=True)
         stream = handle.remote(replace(request, caller=self._caller))
         messages = aiter(stream)
         is_finished = False
@@ -107,6 +117,9 @@ class ServeBackend:
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
         self._notify(lambda: self._router.release.remote(request_id, num_output_tokens), f"end of {request_id}")
+
+    def release_prefill(self, request_id: str) -> None:
+        self._notify(lambda: self._router.release_prefill.remote(request_id), f"end of the prefill of {request_id}")
 
     def report_gone(self, replica_id: str) -> None:
         self._notify(lambda: self._router.remove_replica.remote(replica_id), f"loss of replica {replica_id}")
@@ -157,6 +170,20 @@ class ServeBackend:
                 await send()
         except (TimeoutError, *_UNREACHABLE) as error:
             logger.warning("the router did not hear of the %s: %s", what, _first_line(error))
+
+
+async def _described_by(handle: Any) -> ModelDescription:
+    return await handle.describe.remote()  # type: ignore[no-any-return]
+
+
+async def _first_answer(asked: Sequence[asyncio.Task[ModelDescription]]) -> ModelDescription:
+    """Of the first one that has an answer; raises the last error when none has."""
+    for following in asyncio.as_completed(asked):
+        try:
+            return await following
+        except _UNREACHABLE as error:
+            failure = error
+    raise failure
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from fastapi import FastAPI
 
 from cluster.access_log import AccessRecord
 from cluster.backend import ReplicaDied
-from cluster.choice_streams import FailoverPolicy
 from cluster.gateway_config import GatewayConfig
 from cluster.http_app import create_app
 from cluster.model_registry import ModelRegistry
+from cluster.replica_losses import FailoverPolicy
 from replicas.async_engine import AsyncEngine, EngineUnhealthy
+from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
 from replicas.reporter import ReplicaIdentity, Reporter
 from replicas.request import GenerationRequest, RequestProgress
@@ -29,6 +32,8 @@ from router.snapshot import Decision, Rejection, RoutingRequest
 from tests.unit.fake_engine import BLOCK_SIZE, EchoEngine
 
 MODEL = "echo"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
 
 NO_RESTARTS = GatewayConfig(failover=FailoverPolicy(replica_timeout_s=1.0))
 """Nobody restarts a dead replica here, so waiting for one is short."""
@@ -62,7 +67,9 @@ class InProcessBackend:
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
         return await self._router.acquire(request)
 
-    async def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+    async def generate(
+        self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
+    ) -> AsyncGenerator[RequestProgress, None]:
         stream = self.replicas[replica_id].asynchronous.generate(request)
         try:
             async for progress in stream:
@@ -74,6 +81,9 @@ class InProcessBackend:
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
         self._router.release(request_id, num_output_tokens)
+
+    def release_prefill(self, request_id: str) -> None:
+        self._router.release_prefill(request_id)
 
     def report_gone(self, replica_id: str) -> None:
         self._router.remove_replica(replica_id)
@@ -162,3 +172,17 @@ async def running_cluster(
             await asyncio.gather(*tasks, return_exceptions=True)
             await models.close()
             await router.close()
+
+
+@asynccontextmanager
+async def client_of(cluster: InProcessCluster) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(cluster.app, raise_app_exceptions=True)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The JSON payloads of a stream that ended well."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]

@@ -10,8 +10,7 @@ import pytest
 from cluster.access_log import AccessRecord, log_access
 from cluster.gateway_config import GatewayConfig
 from replicas.text.tokenizer import Tokenizer
-from tests.unit.in_process_cluster import MODEL, running_cluster
-from tests.unit.test_cluster_http_app import TEXT, client_of
+from tests.unit.in_process_cluster import MODEL, TEXT, client_of, running_cluster
 
 
 def record(**fields: object) -> AccessRecord:
@@ -29,6 +28,16 @@ def test_line_holds_what_was_served_in_milliseconds(caplog: pytest.LogCaptureFix
     line = json.loads(caplog.messages[0])
     assert (line["ttft_ms"], line["duration_ms"]) == (250.0, 1500.0)
     assert (line["tenant"], line["model"], line["finish_reason"], line["replica"]) == ("t", "m", "stop", "a,b")
+
+
+def test_pair_that_had_to_begin_anew_is_told_and_is_no_measure_of_predictions(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="manta.access")
+    made = record(decided_s=10.0, first_token_s=10.5, predicted_ttft_s=0.25)
+    assert made.prediction_ratio == 2.0
+    made.recomputes.append("prefill_lost")
+    assert made.prediction_ratio is None
+    log_access(made)
+    assert json.loads(caplog.messages[0])["recomputes"] == "prefill_lost"
 
 
 def test_routine_questions_are_logged_for_debugging_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,84 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
 
 import pytest
 
 from cluster.access_log import AccessRecord
 from cluster.backend import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft
-from cluster.choice_streams import ChoiceStreams, FailoverPolicy
+from cluster.choice_streams import ChoiceStreams
 from cluster.errors import GenerationFailed, Unavailable
 from cluster.prepared_generation import PreparedGeneration
+from cluster.replica_losses import FailoverPolicy
 from cluster.served_model import ServedModel
+from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
 from replicas.request import FinishReason, GenerationRequest, RequestProgress
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer
-from router.snapshot import Decision, Rejection, RoutingRequest
+from router.snapshot import Decision, RoutingRequest
+from tests.unit.fake_backend import FakeBackend
 
 
-class _OneReplicaThatRefuses:
-    """The router knows no other replica, and that one takes nothing."""
-
-    def __init__(self) -> None:
-        self.acquired: list[str] = []
-        self.routed: list[RoutingRequest] = []
-        self.gone: list[str] = []
-        self.released: list[str] = []
-
-    async def describe(self, model: str) -> ModelDescription:
-        raise ReplicaGone("any", "not asked for here")
-
-    async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
-        self.acquired.append(request.request_id)
-        self.routed.append(request)
-        return Decision(request_id=request.request_id, replica_id="only")
-
-    async def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
-        for progress in ():
-            yield progress
-        raise ReplicaLeft(replica_id, "it drains")
-
-    def release(self, request_id: str, num_output_tokens: int) -> None:
-        self.released.append(request_id)
-
-    def report_gone(self, replica_id: str) -> None:
-        self.gone.append(replica_id)
-
-    async def describe_router(self) -> dict[str, Any]:
-        return {}
-
-    async def explain(self, request_id: str) -> list[Decision | Rejection]:
-        return []
-
-    def start(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
-
-
-class _OneReplicaThatFails(_OneReplicaThatRefuses):
+class _OneReplicaThatFails(FakeBackend):
     """Its one message holds a token and the failure after it, as a reader that wakes up late gets them."""
 
-    async def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
-        yield RequestProgress(key=request.key, attempt=0, token_ids=(504,), finish_reason=FinishReason.FAILED, error="NaN")
+    async def generate(
+        self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
+    ) -> AsyncGenerator[RequestProgress, None]:
+        yield RequestProgress(key=request.key, attempt=0, token_ids=(504,), finish_reason=FinishReason.FAILED, error="NaN in layer 3")
 
 
-class _Fleet(_OneReplicaThatRefuses):
+class _Fleet(FakeBackend):
     """A new replica for every decision. Each says one token, then ends as told, in order."""
 
     def __init__(self, *ends: type[ReplicaGone] | FinishReason) -> None:
         super().__init__()
         self._ends = list(ends)
 
-    async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
-        await super().acquire(request)
+    def decide(self, request: RoutingRequest) -> Decision:
         return Decision(request_id=request.request_id, replica_id=f"r{len(self.acquired)}")
 
-    async def generate(self, model: str, replica_id: str, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+    async def generate(
+        self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
+    ) -> AsyncGenerator[RequestProgress, None]:
         end = self._ends.pop(0)
         is_last = isinstance(end, FinishReason) and end is not FinishReason.CANCELLED
         yield RequestProgress(key=request.key, attempt=request.attempt, token_ids=(504,), finish_reason=end if is_last else None)
@@ -97,7 +62,7 @@ def model(default_tokenizer: Tokenizer) -> ServedModel:
 
 
 def streams_over(
-    backend: _OneReplicaThatRefuses, model: ServedModel, sleep: Callable[[float], Awaitable[None]], clock: Callable[[], float] = lambda: 0.0
+    backend: FakeBackend, model: ServedModel, sleep: Callable[[float], Awaitable[None]], clock: Callable[[], float] = lambda: 0.0
 ) -> ChoiceStreams:
     params = SamplingParams(max_tokens=5)
     request = GenerationRequest(request_id="a", prompt_ids=(1, 2), params=params, seed=0)
@@ -107,7 +72,7 @@ def streams_over(
 
 
 async def test_replica_named_again_and_again_is_waited_for_and_then_given_up(model: ServedModel) -> None:
-    backend = _OneReplicaThatRefuses()
+    backend = FakeBackend()
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -159,9 +124,14 @@ async def test_replicas_that_drain_say_nothing_against_a_choice(model: ServedMod
     assert not any(request.is_alone for request in backend.routed)
 
 
-async def test_tokens_in_one_message_with_a_failure_come_before_it(model: ServedModel) -> None:
+async def test_tokens_in_one_message_with_a_failure_come_before_it_and_its_reason_is_logged_only(
+    model: ServedModel, caplog: pytest.LogCaptureFixture
+) -> None:
     async with streams_over(_OneReplicaThatFails(), model, asyncio.sleep) as streams:
         deltas = aiter(streams)
         assert (await anext(deltas)).token_ids == (504,)
-        with pytest.raises(GenerationFailed, match="NaN"):
+        with pytest.raises(GenerationFailed, match="the engine failed while it ran this request; the server's log has the reason"):
             await anext(deltas)
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
+        "request a choice 0 failed on only: NaN in layer 3"
+    ]

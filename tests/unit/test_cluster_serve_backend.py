@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from cluster import serve_backend
-from cluster.backend import ReplicaHung, ReplicaLeft, RouterGone
+from cluster.backend import ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
 from cluster.serve_backend import ServeBackend
 from cluster.target_unreachable import TargetUnreachable
+from replicas.engine_config import Role
 from replicas.request import FinishReason, GenerationRequest, RequestProgress
 from replicas.sampling_params import SamplingParams
 from router.fences import Fences
@@ -48,6 +49,8 @@ class _Router:
         self.is_hung = False
         self.renew = _Method(lambda *arguments: _Response(self._renew(*arguments)))
         self.acquire = _Method(lambda request: _Response(self._acquire(request)))
+        self.prefills_released: list[str] = []
+        self.release_prefill = _Method(lambda request_id: _Response(self._release_prefill(request_id)))
 
     async def _renew(self, caller: str, seen_version: int) -> Any:
         await self._hang()
@@ -58,6 +61,9 @@ class _Router:
         await self._hang()
         self.callers.append(request.caller)
         return Decision(request_id=request.request_id, replica_id="r")
+
+    async def _release_prefill(self, request_id: str) -> None:
+        self.prefills_released.append(request_id)
 
     async def _hang(self) -> None:
         if self.is_hung:
@@ -92,6 +98,11 @@ class _Replicas:
     def __init__(self) -> None:
         self.streams: list[_Stream] = []
         self.error: Exception | None = None
+        self.description: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.describe = _Method(lambda: _Response(self._describe()))
+
+    async def _describe(self) -> str:
+        return await self.description
 
     def options(self, **_: Any) -> _Method:
         return _Method(self._generate)
@@ -107,13 +118,18 @@ def router() -> _Router:
 
 
 @pytest.fixture
-def replicas() -> _Replicas:
+async def replicas() -> _Replicas:
     return _Replicas()
 
 
 @pytest.fixture
+async def pools() -> dict[Role, _Replicas]:
+    return {"prefill": _Replicas(), "decode": _Replicas()}
+
+
+@pytest.fixture
 async def backend(router: _Router, replicas: _Replicas) -> AsyncIterator[ServeBackend]:
-    made = ServeBackend(router, {"m": replicas})
+    made = ServeBackend(router, {"m": {"unified": replicas}})
     made.start()
     yield made
     await made.close()
@@ -161,7 +177,7 @@ async def test_lease_requests_and_decisions_are_under_one_name(backend: ServeBac
 async def test_calls_to_a_router_that_hangs_are_given_up(router: _Router, replicas: _Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_backend, "_RENEWAL_TIMEOUT_S", 0.02)
     router.is_hung = True
-    backend = ServeBackend(router, {"m": replicas})
+    backend = ServeBackend(router, {"m": {"unified": replicas}})
     backend.start()
     async with asyncio.timeout(1):
         with pytest.raises(RouterGone, match="does not answer"):
@@ -186,3 +202,37 @@ async def test_ending_of_a_request_closes_its_stream_without_a_cancel(backend: S
     await anext(stream)
     await stream.aclose()
     assert not replicas.streams[0].is_cancelled
+
+
+async def test_request_goes_to_the_pool_of_its_role(router: _Router, pools: dict[Role, _Replicas]) -> None:
+    backend = ServeBackend(router, {"m": pools})
+    await anext(backend.generate("m", "r", REQUEST, "decode"))
+    assert [len(pools[role].streams) for role in ("prefill", "decode")] == [0, 1]
+    with pytest.raises(ReplicaLeft, match="no pool 'unified' of m"):  # the router still knows replicas of an older configuration
+        await anext(backend.generate("m", "r", REQUEST))
+
+
+async def test_model_is_described_by_the_pool_that_answers_first(router: _Router, pools: dict[Role, _Replicas]) -> None:
+    backend = ServeBackend(router, {"m": pools})
+    asked = asyncio.ensure_future(backend.describe("m"))
+    await asyncio.sleep(0)
+    pools["prefill"].description.set_exception(TargetUnreachable("it is not deployed"))
+    await asyncio.sleep(0.01)
+    assert not asked.done(), "the other pool may still load"
+    pools["decode"].description.set_result("facts")
+    assert await asked == "facts"
+
+
+async def test_model_that_no_pool_describes_is_gone(router: _Router, pools: dict[Role, _Replicas]) -> None:
+    for pool in pools.values():
+        pool.description.set_exception(TargetUnreachable("it is not deployed"))
+    with pytest.raises(ReplicaGone, match="not deployed"):
+        await ServeBackend(router, {"m": pools}).describe("m")
+
+
+async def test_router_hears_of_the_end_of_a_prefill(backend: ServeBackend, router: _Router) -> None:
+    backend.release_prefill("a")
+    async with asyncio.timeout(1):
+        while not router.prefills_released:
+            await asyncio.sleep(0)
+    assert router.prefills_released == ["a"]
