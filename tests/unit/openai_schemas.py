@@ -7,6 +7,7 @@ import json
 from functools import cache
 from typing import Any
 
+import httpx
 from jsonschema import Draft202012Validator
 from jsonschema.protocols import Validator
 from referencing import Registry, Resource
@@ -59,3 +60,12 @@ def check_completion(value: dict[str, Any]) -> None:
 
 def matches_schema(name: str, value: object) -> bool:
     return _validator(name).is_valid(value)
+
+
+def check_error(response: httpx.Response, status: int, param: str | None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    check_schema("ErrorResponse", body)
+    assert body["error"]["param"] == param
+    assert "\n" not in body["error"]["message"]
+    return body["error"]

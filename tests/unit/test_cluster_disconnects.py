@@ -9,15 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from replicas.text.tokenizer import Tokenizer
 from tests.unit.http_server import serving
-from tests.unit.in_process_cluster import MODEL, InProcessCluster, running_cluster
-
-
-@pytest.fixture
-async def cluster(default_tokenizer: Tokenizer) -> AsyncIterator[InProcessCluster]:
-    async with running_cluster(default_tokenizer) as running:
-        yield running
+from tests.unit.in_process_cluster import MODEL, InProcessCluster
 
 
 @pytest.fixture

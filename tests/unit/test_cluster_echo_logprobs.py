@@ -6,7 +6,6 @@ The echo engine gives token i of a prompt the log-probability -i, and each of it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -15,25 +14,10 @@ import pytest
 from replicas.text.tokenizer import Tokenizer
 from tests.small_tokenizers import small_tokenizer
 from tests.unit.fake_engine import LOGPROB, EchoEngine
-from tests.unit.in_process_cluster import MODEL, InProcessCluster, running_cluster
-from tests.unit.openai_schemas import check_completion, check_schema
-from tests.unit.test_cluster_http_app import CHAT, TEXT, client_of, events_of
-from tests.unit.test_cluster_http_errors import check_error
+from tests.unit.in_process_cluster import CHAT, MODEL, TEXT, client_of, events_of, running_cluster
+from tests.unit.openai_schemas import check_completion, check_error, check_schema
 
 PROMPT = "Grüße, 世界 🙂!"
-
-
-@pytest.fixture
-async def cluster(default_tokenizer: Tokenizer) -> AsyncIterator[InProcessCluster]:
-    async with running_cluster(default_tokenizer) as running:
-        yield running
-
-
-@pytest.fixture
-async def client(cluster: InProcessCluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(cluster) as made:
-        yield made
-    await cluster.wait_idle()
 
 
 def check_echo(choice: dict[str, Any], prompt: str, tokenizer: Tokenizer, num_answer: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -12,25 +11,11 @@ import pytest
 
 from replicas.text.tokenizer import Tokenizer
 from tests.data_paths import SHARED_DATA
-from tests.unit.in_process_cluster import MODEL, InProcessCluster, running_cluster
-from tests.unit.test_cluster_http_app import CHAT, TEXT, client_of, events_of
+from tests.unit.in_process_cluster import CHAT, MODEL, TEXT, events_of
 
 PROMPTS = SHARED_DATA / "prompts"
 REPLACEMENT = "\ufffd"
 BATCH = 16
-
-
-@pytest.fixture
-async def cluster(default_tokenizer: Tokenizer) -> AsyncIterator[InProcessCluster]:
-    async with running_cluster(default_tokenizer) as running:
-        yield running
-
-
-@pytest.fixture
-async def client(cluster: InProcessCluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(cluster) as made:
-        yield made
-    await cluster.wait_idle()
 
 
 def naughty_strings() -> list[str]:

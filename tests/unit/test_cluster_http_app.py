@@ -4,49 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from cluster.choice_streams import FailoverPolicy
 from cluster.gateway_config import GatewayConfig
+from cluster.replica_losses import FailoverPolicy
 from replicas.text.tokenizer import Tokenizer
 from router.config import RouterConfig
-from tests.unit.in_process_cluster import MODEL, InProcessCluster, running_cluster
+from tests.unit.in_process_cluster import CHAT, MODEL, TEXT, InProcessCluster, client_of, events_of, running_cluster
 from tests.unit.openai_schemas import check_schema
-
-CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
-
-
-@asynccontextmanager
-async def client_of(cluster: InProcessCluster) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(cluster.app, raise_app_exceptions=True)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield client
-
-
-@pytest.fixture
-async def cluster(default_tokenizer: Tokenizer) -> AsyncIterator[InProcessCluster]:
-    async with running_cluster(default_tokenizer) as running:
-        yield running
-
-
-@pytest.fixture
-async def client(cluster: InProcessCluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(cluster) as made:
-        yield made
-    await cluster.wait_idle()
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    """The JSON payloads of a stream that ended well."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 async def test_completion_whole_says_the_prompt_back(client: httpx.AsyncClient) -> None:
