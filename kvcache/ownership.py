@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,43 @@ class TransferRef(NamedTuple):
     epoch: int
 
 
+class Transfers(ABC):
+    """What whoever reads or writes blocks for another replica asks first. Any thread may."""
+
+    lease_s: float
+
+    @abstractmethod
+    def begin(self, ref: TransferRef) -> bool:
+        """Before each read of leased blocks or write to loading ones. False: the transfer is closed, touch nothing."""
+
+    @abstractmethod
+    def end(self, ref: TransferRef) -> None:
+        """After each read or write that began."""
+
+    @abstractmethod
+    def renew(self, ref: TransferRef) -> bool:
+        """Keeps the transfer open for one lease from now. False when it is closed or unknown."""
+
+    @abstractmethod
+    def close(self, ref: TransferRef) -> bool:
+        """No read or write begins from now on. True for the call that closed it: repeating it does nothing."""
+
+    @contextmanager
+    def using(self, ref: TransferRef) -> Iterator[bool]:
+        """`begin` and `end` around a block of code; gives what `begin` gave."""
+        has_begun = self.begin(ref)
+        try:
+            yield has_begun
+        finally:
+            if has_begun:
+                self.end(ref)
+
+
+def _closed_everywhere(_: TransferRef) -> bool:
+    """Of a replica with one rank."""
+    return True
+
+
 @dataclass(slots=True)
 class _Transfer:
     direction: Direction
@@ -56,12 +94,12 @@ class OwnershipCounters:
 
 
 @dataclass(slots=True)
-class KVOwnership:
+class KVOwnership(Transfers):
     """Owns the transfer references of one replica's pool. A request and a transfer refer to a block independently.
 
     Always: a block is freed only when both have let go; no read or write begins once a transfer closes, and its blocks
-    are freed only after the last one under way has ended (the link is closed first, then the blocks are freed); each
-    transfer lets go exactly once; every transfer closes by its deadline unless it is renewed.
+    are freed only after the last one under way has ended, on every rank (the link is closed first, then the blocks are
+    freed); each transfer lets go exactly once; every transfer closes by its deadline unless it is renewed.
 
     `open`, `collect` and `check` belong to the thread that owns the pool. The others may be called from any thread: they
     change the transfers alone, and what they let go is freed by the next `collect`.
@@ -71,6 +109,8 @@ class KVOwnership:
     epoch: int
     lease_s: float
     clock: Callable[[], float]
+    try_close_elsewhere: Callable[[TransferRef], bool] = _closed_everywhere
+    """Asked by `collect` of what is closed here, until it is True: no other rank touches the blocks of that transfer now or later."""
     counters: OwnershipCounters = field(default_factory=OwnershipCounters)
     _transfers: dict[int, _Transfer] = field(default_factory=dict)  # number -> transfer
     _leased: Counter[int] = field(default_factory=Counter)  # block_id -> transfers out
@@ -113,7 +153,6 @@ class KVOwnership:
         return TransferRef(number, self.epoch)
 
     def begin(self, ref: TransferRef) -> bool:
-        """Before each read of leased blocks or write to loading ones. False: the transfer is closed, touch nothing."""
         with self._lock:
             transfer = self._open_transfer(ref)
             if transfer is None:
@@ -122,21 +161,10 @@ class KVOwnership:
             return True
 
     def end(self, ref: TransferRef) -> None:
-        """After each read or write that began."""
         with self._lock:
             transfer = self._transfers[ref.number]
             assert transfer.num_busy > 0, f"transfer {ref.number} ends a read or write that never began"
             transfer.num_busy -= 1
-
-    @contextmanager
-    def using(self, ref: TransferRef) -> Iterator[bool]:
-        """`begin` and `end` around a block of code; gives what `begin` gave."""
-        has_begun = self.begin(ref)
-        try:
-            yield has_begun
-        finally:
-            if has_begun:
-                self.end(ref)
 
     def renew(self, ref: TransferRef) -> bool:
         """Moves the deadline to one lease from now. False when it is closed, past its deadline or of another epoch."""
@@ -149,7 +177,6 @@ class KVOwnership:
             return True
 
     def close(self, ref: TransferRef) -> bool:
-        """No read or write begins from now on. True for the call that closed it: repeating it does nothing."""
         with self._lock:
             transfer = self._transfers.get(ref.number) if ref.epoch == self.epoch else None
             if transfer is None or transfer.is_closing:
@@ -162,6 +189,11 @@ class KVOwnership:
     def is_open(self, ref: TransferRef) -> bool:
         with self._lock:
             return self._open_transfer(ref) is not None
+
+    def has_let_go(self, ref: TransferRef) -> bool:
+        """It is closed, nothing of it is under way on any rank, and its references are given back."""
+        with self._lock:
+            return ref.epoch != self.epoch or ref.number not in self._transfers
 
     @property
     def has_transfers(self) -> bool:
@@ -188,7 +220,10 @@ class KVOwnership:
             if self.close(TransferRef(number, self.epoch)):
                 self.counters.num_expired += 1
         with self._lock:
-            done = [(n, t) for n, t in self._transfers.items() if t.is_closing and t.num_busy == 0]
+            closed = [(n, t) for n, t in self._transfers.items() if t.is_closing]
+        closed = [(n, t) for n, t in closed if self.try_close_elsewhere(TransferRef(n, self.epoch))]
+        with self._lock:
+            done = [(n, t) for n, t in closed if t.num_busy == 0]
             for number, _ in done:
                 del self._transfers[number]
         for _, transfer in done:

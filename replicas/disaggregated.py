@@ -10,12 +10,12 @@ from replicas.async_engine import KVChanges
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
 from replicas.engine_loader import load_engine
-from replicas.handoff_wiring import InProcessWiring, ProcessGroupWiring
+from replicas.handoff_wiring import InProcessWiring, RemoteWiring
 from replicas.paired_progress import BAD_ENDINGS, PairedProgress
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
 from replicas.stats import ReplicaStats
 
-Transfer = Literal["in-process", "process-group"]
+Transfer = Literal["auto", "in-process", "process-group"]
 
 
 class _Pair:
@@ -45,16 +45,24 @@ class DisaggregatedEngine:
         self._unreported: list[RequestProgress] = []
 
     @classmethod
-    def load(
-        cls, config: EngineConfig, transfer: Transfer = "in-process", decode_config: EngineConfig | None = None
-    ) -> DisaggregatedEngine:
-        """Loads both, of one model; `decode_config` is the decode engine's when it differs. Raises ValueError naming the setting."""
+    def load(cls, config: EngineConfig, transfer: Transfer = "auto", decode_config: EngineConfig | None = None) -> DisaggregatedEngine:
+        """Loads both, of one model; `decode_config` is the decode engine's when it differs, in `tensor_parallel_size` for example.
+
+        transfer auto is in-process where neither engine has further ranks. Raises ValueError naming the setting.
+        """
         if transfer not in get_args(Transfer):
             raise ValueError(f"transfer must be one of {', '.join(get_args(Transfer))}, got {transfer!r}")
+        decode_config = decode_config or config
+        if transfer == "auto":
+            transfer = "in-process" if config.tensor_parallel_size == decode_config.tensor_parallel_size == 1 else "process-group"
         changed = threading.Event()
-        wiring = InProcessWiring(changed) if transfer == "in-process" else ProcessGroupWiring(changed)
+        wiring = InProcessWiring(changed) if transfer == "in-process" else RemoteWiring(changed)
         prefill = load_engine(replace(config, role="prefill"), wiring)
-        return cls(prefill, load_engine(replace(decode_config or config, role="decode"), wiring))
+        try:
+            return cls(prefill, load_engine(replace(decode_config, role="decode"), wiring))
+        except BaseException:
+            prefill.close()
+            raise
 
     @property
     def tokenizer_source(self) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from replicas.async_engine import KVChanges, merge_progress
 from replicas.engine_config import EngineConfig
+from replicas.handoff_wiring import HandoffWiring
 from replicas.handoffs import Handoffs
 from replicas.model_description import ModelDescription
 from replicas.model_runner import ModelRunner
@@ -65,12 +66,12 @@ class Engine:
         self._num_failed_steps = 0  # in a row
 
     @classmethod
-    def load(cls, config: EngineConfig, launcher: RankLauncher | None = None) -> Engine:
-        """Loads the model and sizes everything. `launcher` starts further ranks elsewhere than on this machine. Raises
-        ValueError (UnsupportedModel among them) naming the fix."""
+    def load(cls, config: EngineConfig, launcher: RankLauncher | None = None, wiring: HandoffWiring | None = None) -> Engine:
+        """Loads the model and sizes everything. `launcher` starts further ranks elsewhere than on this machine; `wiring` says
+        how handoffs travel. Raises ValueError (UnsupportedModel among them) naming the fix."""
         from replicas.engine_loader import load_engine
 
-        return load_engine(config, launcher=launcher)
+        return load_engine(config, wiring, launcher)
 
     @property
     def tokenizer_source(self) -> str:

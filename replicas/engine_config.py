@@ -11,6 +11,7 @@ Role = Literal["unified", "prefill", "decode"]
 Backend = Literal["auto", "gloo", "nccl"]
 Runner = Literal["auto", "native", "transformers"]
 Quantization = Literal["int8", "int4"]
+KVTransfer = Literal["auto", "process-group", "object-store"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -82,6 +83,9 @@ class EngineConfig:
     """prefill and decode can hand KV to each other, and still do each other's work; unified computes all of its own."""
     kv_lease_s: float = 30.0
     """How long KV waits for a decode replica that says nothing, before its blocks are taken back."""
+    kv_transfer: KVTransfer = "auto"
+    """How KV gets from one replica to another. auto: between any two the first that works, process groups (NCCL between CUDA
+    devices, else Gloo) before Ray's object store, which only replicas that Ray serves have."""
     transfer_host: str = LOOPBACK
     """Address on which the replica's transfer server listens, and under which others reach it. On Ray the default stands for
     the address of the replica's node."""
@@ -119,5 +123,5 @@ class EngineConfig:
             raise ValueError(f"kv_lease_s must be above 0, got {self.kv_lease_s}")
         if not self.max_step_s > 0:
             raise ValueError(f"max_step_s must be above 0, got {self.max_step_s}")
-        if self.tensor_parallel_size > 1 and self.role != "unified":
-            raise ValueError(f"role {self.role!r} needs tensor_parallel_size 1: ranks do not hand over KV; use role 'unified'")
+        if self.kv_transfer not in get_args(KVTransfer):
+            raise ValueError(f"kv_transfer must be one of {', '.join(get_args(KVTransfer))}, got {self.kv_transfer!r}")

@@ -18,7 +18,7 @@ from kvcache.tensors import bytes_per_token
 from replicas.attention.backend import LayerCall
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig, Quantization
-from replicas.handoff_wiring import HandoffWiring, ProcessGroupWiring
+from replicas.handoff_wiring import HandoffWiring, RemoteWiring
 from replicas.kv_sizing import KVSize
 from replicas.model_description import ModelDescription
 from replicas.model_loader import LoadedModel, ModelChoice, choose_model, load_model
@@ -27,6 +27,7 @@ from replicas.model_support import UnsupportedModel
 from replicas.native.build import variant_of
 from replicas.native.decoder import NativeMismatch
 from replicas.native.sampling import NativeDraw
+from replicas.other_ranks import NoOtherRanks
 from replicas.parallel.collectives import Alone
 from replicas.parallel.launcher import LocalLauncher, RankLauncher
 from replicas.parallel.leader import Leader, threads_per_rank
@@ -58,12 +59,14 @@ CHECK_TOLERANCE_QUANTIZED: dict[Quantization, float] = {"int8": 0.15, "int4": 0.
 def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None, launcher: RankLauncher | None = None) -> Engine:
     """`wiring` says how handoffs travel; None takes what the role needs. `launcher` starts the other ranks of a replica; None
     starts processes of this machine. Raises ValueError with one line that names the fix."""
-    wiring = wiring or (None if config.role == "unified" else ProcessGroupWiring())
+    wiring = wiring or (None if config.role == "unified" else RemoteWiring())
     if config.tensor_parallel_size > 1:
         config = replace(config, num_threads=threads_per_rank(config))
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     choice = choose_model(config)
+    if wiring is not None:
+        wiring.check(config, choice.device)
     try:
         return _load(config, choice, wiring, launcher)
     except NativeMismatch as error:
@@ -133,7 +136,9 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         weights_version=config.weights_version,
         fingerprint=fingerprint,
     )
-    handoffs = None if wiring is None else wiring.attach(config, scheduler, rank.kv, fingerprint)
+    handoffs = None
+    if wiring is not None:
+        handoffs = wiring.attach(config, scheduler, rank, fingerprint, NoOtherRanks() if leader is None else leader.transfers)
     # What was made so far stays for good: keeping it out of collections spares each of them the walk over the model.
     gc.collect()
     gc.freeze()

@@ -1,41 +1,64 @@
-"""How an engine's handoffs travel: between processes over process groups, or inside one process."""
+"""How an engine's handoffs travel: between processes over whatever transports there are, or inside one process."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from kvcache.ownership import KVOwnership
-from kvcache.tensors import KVTensors
 from kvcache.transfer.in_process import InProcessConnector
+from kvcache.transfer.link import Transport, TransportMaker
 from kvcache.transfer.process_group import ProcessGroupTransport
 from kvcache.transfer.remote import RemoteConnector
 from kvcache.transfer.server import TransferServer
 from kvcache.transfer.source import KVSource
 from replicas.engine_config import EngineConfig
 from replicas.handoffs import Handoffs
+from replicas.other_ranks import OtherRanks
+from replicas.rank_model import RankModel
 from replicas.scheduler import Scheduler
+
+TRANSFER_DEADLINE_S = 10.0
+"""A peer that is silent for so long is given up."""
 
 
 class HandoffWiring(Protocol):
     """Gives a new engine its way to others."""
 
-    def attach(self, config: EngineConfig, scheduler: Scheduler, kv: KVTensors, fingerprint: str) -> Handoffs: ...
+    def check(self, config: EngineConfig, device: torch.device) -> None:
+        """Before anything is loaded. Raises ValueError naming the setting that this wiring cannot do."""
+        ...
+
+    def attach(self, config: EngineConfig, scheduler: Scheduler, rank: RankModel, fingerprint: str, ranks: OtherRanks) -> Handoffs:
+        """`rank` is rank 0, `ranks` are the others; those serve their own heads."""
+        ...
 
 
-class ProcessGroupWiring:
-    """A transfer server and process groups, made on demand for each pair."""
+class RemoteWiring:
+    """A transfer server, and links to those of others, made on demand for each pair."""
 
-    def __init__(self, changed: threading.Event | None = None, deadline_s: float = 10.0) -> None:
-        """`changed` is shared by engines of one thread; a peer that is silent for `deadline_s` is given up."""
-        self._changed, self._deadline_s = changed, deadline_s
+    def __init__(
+        self,
+        changed: threading.Event | None = None,
+        deadline_s: float = TRANSFER_DEADLINE_S,
+        extra_transports: Sequence[TransportMaker] = (),
+    ) -> None:
+        """`changed` is shared by engines of one thread. `extra_transports` come after process groups, where these do not work."""
+        self._changed, self._deadline_s, self._extra_transports = changed, deadline_s, tuple(extra_transports)
 
-    def attach(self, config: EngineConfig, scheduler: Scheduler, kv: KVTensors, fingerprint: str) -> Handoffs:
-        source = KVSource(_ownership(config, scheduler), kv)
-        transport = ProcessGroupTransport(kv.device, config.transfer_host, self._deadline_s)
-        server = TransferServer(source, {transport.name: transport}, config.transfer_host)
-        connector = RemoteConnector(transport, kv, self._deadline_s)
+    def check(self, config: EngineConfig, device: torch.device) -> None:
+        self._transports(config, device)
+
+    def attach(self, config: EngineConfig, scheduler: Scheduler, rank: RankModel, fingerprint: str, ranks: OtherRanks) -> Handoffs:
+        transports = self._transports(config, rank.kv.device)
+        ownership = _ownership(config, scheduler, ranks)
+        source = KVSource(ownership, rank.kv)
+        server = TransferServer(source, {one.name: one for one in transports}, config.transfer_host)
+        connector = RemoteConnector(transports, rank.kv, self._deadline_s)
 
         def close() -> None:
             connector.close()
@@ -43,14 +66,19 @@ class ProcessGroupWiring:
 
         return Handoffs(
             scheduler=scheduler,
-            ownership=source.ownership,
+            ownership=ownership,
             source=source,
             connector=connector,
             address=server.address,
+            kv_heads=rank.kv_heads,
             fingerprint=fingerprint,
+            ranks=ranks,
             changed=self._changed,
             on_close=close,
         )
+
+    def _transports(self, config: EngineConfig, device: torch.device) -> tuple[Transport, ...]:
+        return make_transports(config, device, config.transfer_host, self._extra_transports, self._deadline_s)
 
 
 class InProcessWiring:
@@ -60,21 +88,50 @@ class InProcessWiring:
         self.connector = InProcessConnector()
         self._changed = changed
 
-    def attach(self, config: EngineConfig, scheduler: Scheduler, kv: KVTensors, fingerprint: str) -> Handoffs:
-        source = KVSource(_ownership(config, scheduler), kv)
+    def check(self, config: EngineConfig, device: torch.device) -> None:
+        if config.tensor_parallel_size > 1:
+            raise ValueError("transfer 'in-process' needs tensor_parallel_size 1: further ranks are processes of their own; use 'auto'")
+
+    def attach(self, config: EngineConfig, scheduler: Scheduler, rank: RankModel, fingerprint: str, ranks: OtherRanks) -> Handoffs:
+        ownership = _ownership(config, scheduler, ranks)
+        source = KVSource(ownership, rank.kv)
         address = self.connector.serve(source)
         return Handoffs(
             scheduler=scheduler,
-            ownership=source.ownership,
+            ownership=ownership,
             source=source,
             connector=self.connector,
             address=address,
+            kv_heads=rank.kv_heads,
             fingerprint=fingerprint,
+            ranks=ranks,
             changed=self._changed,
             on_close=lambda: self.connector.stop(address),
         )
 
 
-def _ownership(config: EngineConfig, scheduler: Scheduler) -> KVOwnership:
+def make_transports(
+    config: EngineConfig,
+    device: torch.device,
+    host: str,
+    extra_transports: Sequence[TransportMaker],
+    deadline_s: float = TRANSFER_DEADLINE_S,
+) -> tuple[Transport, ...]:
+    """What `config.kv_transfer` allows, in the order of preference. Raises ValueError when that is nothing."""
+    made: list[Transport] = []
+    if config.kv_transfer in ("auto", ProcessGroupTransport.name):
+        made.append(ProcessGroupTransport(device, host, deadline_s))
+    made += [one for make in extra_transports if (one := make(device)).name == config.kv_transfer or config.kv_transfer == "auto"]
+    if not made:
+        raise ValueError(
+            f"kv_transfer {config.kv_transfer!r} is for replicas that Ray serves (make serve), which bring its object store; use 'auto' or "
+            f"'process-group' elsewhere"
+        )
+    return tuple(made)
+
+
+def _ownership(config: EngineConfig, scheduler: Scheduler, ranks: OtherRanks) -> KVOwnership:
     """The epoch is the time at which this life began, so that no two lives share one."""
-    return KVOwnership(pool=scheduler.pool, epoch=time.time_ns(), lease_s=config.kv_lease_s, clock=time.monotonic)
+    return KVOwnership(
+        pool=scheduler.pool, epoch=time.time_ns(), lease_s=config.kv_lease_s, clock=time.monotonic, try_close_elsewhere=ranks.try_close
+    )

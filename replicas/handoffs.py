@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcache.handoff import HeadShare, HeadSlice, KVHandoff, plan_heads, tokens_digest
+from kvcache.handoff import HeadShare, KVHandoff, tokens_digest
 from kvcache.hashing import CacheIdentity
 from kvcache.ownership import Direction, KVOwnership, TransferRef
 from kvcache.tensors import KVTensors
 from kvcache.transfer.link import Connector
 from kvcache.transfer.pull import HandoffPull, PullOutcome
 from kvcache.transfer.source import KVSource
+from replicas.other_ranks import OtherRanks
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress
 from replicas.request_state import RequestState, RequestStatus
 from replicas.scheduler import Scheduler
@@ -37,8 +38,10 @@ class _Load:
 
     state: RequestState
     pull: HandoffPull
+    number: int  # of the other ranks' pulls
     num_tokens: int
     ref: TransferRef | None = None  # once its blocks are reserved
+    is_closed: bool = False
 
 
 @dataclass(slots=True)
@@ -57,7 +60,8 @@ class Handoffs:
     """Owns one engine's offers and pulls; the ownership of blocks is in `KVOwnership`, the requests in the Scheduler.
 
     A request that ends, is cancelled or preempted takes its offer or its pull with it. Whatever goes wrong with a pull,
-    the request's KV is computed here instead, from the blocks that it holds already.
+    the request's KV is computed here instead, from the blocks that it holds already. With several ranks each offers and
+    brings its own heads; a pull is whole when all ranks' pulls are, and a request goes on when no rank writes for it any more.
     """
 
     def __init__(
@@ -68,12 +72,14 @@ class Handoffs:
         source: KVSource,
         connector: Connector,
         address: str,
+        kv_heads: range,
         fingerprint: str,
+        ranks: OtherRanks,
         changed: threading.Event | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`address` is where `source` is served, and `changed` is set when a transfer ends (shared by engines of one thread).
-        `on_close` ends what serves it."""
+        """`address` is where `source` is served, with the `kv_heads` of rank 0, and `changed` is set when a transfer ends (shared
+        by engines of one thread). `on_close` ends what serves it."""
         self.ownership = ownership
         self.source = source
         self.counters = HandoffCounters()
@@ -83,11 +89,12 @@ class Handoffs:
         self._connector = connector
         self._kv: KVTensors = source.kv
         self._fingerprint = fingerprint
-        heads = {group.num_kv_heads for group in self._kv.groups}
-        self._num_heads = min(heads)
-        self._has_equal_heads = len(heads) == 1
+        self._share = HeadShare(first=kv_heads.start, end=kv_heads.stop, address=address)
+        has_equal_heads = len({group.num_kv_heads for group in self._kv.groups}) == 1
+        self._heads = (kv_heads.start, kv_heads.stop) if has_equal_heads else None
         self._num_layers = sum(len(group.layers) for group in self._kv.groups)
-        self._address = address
+        self._ranks = ranks
+        ranks.when_changed(self.changed.set)
         self._on_close = on_close
         self._offers: dict[RequestKey, tuple[RequestState, TransferRef]] = {}
         self._handed_over: dict[RequestKey, TransferRef] = {}  # ended here, not taken by the other side yet
@@ -126,15 +133,17 @@ class Handoffs:
             return
         pull = HandoffPull(
             handoff,
-            self._slices(handoff),
+            self._heads,
             connector=self._connector,
-            ownership=self.ownership,
+            transfers=self.ownership,
             kv=self._kv,
-            on_end=self.changed.set,
+            on_end=lambda _: self.changed.set(),
             deadline_s=PULL_DEADLINE_S,
+            num_others=len(self._ranks.shares),
         )
+        number = self._ranks.start_pull(handoff, pull.note_other)
         self._scheduler.expect_load(request.key)
-        self._loads[request.key] = _Load(state=state, pull=pull, num_tokens=handoff.num_tokens)
+        self._loads[request.key] = _Load(state=state, pull=pull, number=number, num_tokens=handoff.num_tokens)
 
     def reserve(self) -> None:
         """After scheduling: blocks given to loading requests are lent to their pulls; who lost its blocks loses its transfer."""
@@ -144,6 +153,7 @@ class Handoffs:
             first, end = state.num_computed_tokens // size, -(-load.num_tokens // size)
             block_ids = state.block_ids[first:end]
             load.ref = self.ownership.open(Direction.IN, block_ids, lease_s=LOAD_LEASE_S, priority=state.request.priority)
+            self._ranks.reserve(load.number, load.ref, block_ids, first)
             load.pull.reserve(load.ref, block_ids, first)
         for key in [k for k, load in self._loads.items() if not (load.state.awaits_load or load.state.is_loading)]:
             self._drop_load(key, "the request lost its blocks or ended")
@@ -151,14 +161,20 @@ class Handoffs:
             self.source.withdraw(self._offers.pop(key)[1])
 
     def collect(self) -> list[RequestProgress]:
-        """Before scheduling: ended pulls give their requests free, closed transfers their blocks. Returns progress made so."""
-        progress: list[RequestProgress] = []
-        for key, load in list(self._loads.items()):
-            if (outcome := load.pull.outcome) is not None:
-                del self._loads[key]
-                progress += self._end_load(load, outcome)
+        """Before scheduling: ended pulls give their requests free, closed transfers their blocks. Returns progress made so.
+        Raises RankLost when a rank is lost that transfers wait for."""
+        if self.has_work:
+            self._ranks.check()
         self._ending = [pull for pull in self._ending if pull.outcome is None]
+        ended = [(load, outcome) for load in self._loads.values() if (outcome := load.pull.outcome) is not None]
+        for load, outcome in ended:
+            self._close_load(load, outcome.error)
         self._forget(self.ownership.collect())
+        progress: list[RequestProgress] = []
+        for load, outcome in ended:
+            if load.ref is None or self.ownership.has_let_go(load.ref):
+                del self._loads[load.state.request.key]
+                progress += self._end_load(load, outcome)
         for load in self._loads.values():
             if load.ref is not None and not self.ownership.is_open(load.ref):
                 load.pull.cancel("the pull took longer than its lease")
@@ -176,7 +192,9 @@ class Handoffs:
                 handoff, ref = self._offer(state)
                 self._offers[key] = (state, ref)
                 progress.append(RequestProgress(key=key, attempt=state.request.attempt, handoff=handoff))
-            self.source.note_computed(self._offers[key][1], chunk.start + chunk.num_tokens)
+            ref, num_tokens = self._offers[key][1], chunk.start + chunk.num_tokens
+            self.source.note_computed(ref, num_tokens)
+            self._ranks.note_computed(ref, num_tokens)
         return progress
 
     def note_progress(self, progress: Sequence[RequestProgress]) -> None:
@@ -187,6 +205,7 @@ class Handoffs:
             _, ref = self._offers.pop(item.key)
             if item.finish_reason is FinishReason.HANDOFF:
                 self.source.complete(ref, item.token_ids)
+                self._ranks.complete(ref, item.token_ids)
                 self._handed_over[item.key] = ref
             else:
                 self.source.withdraw(ref)
@@ -216,8 +235,10 @@ class Handoffs:
 
     def _offer(self, state: RequestState) -> tuple[KVHandoff, TransferRef]:
         num_tokens = len(state.token_ids)
-        num_blocks = -(-num_tokens // self._scheduler.pool.block_size)
-        ref = self.source.offer(state.block_ids[:num_blocks], num_tokens, state.request.priority)
+        block_ids = state.block_ids[: -(-num_tokens // self._scheduler.pool.block_size)]
+        ref = self.ownership.open(Direction.OUT, block_ids, priority=state.request.priority, on_closing=self.source.wake)
+        self.source.offer(ref, block_ids, num_tokens)
+        self._ranks.offer(ref, block_ids, num_tokens)
         self.counters.num_offers += 1
         handoff = KVHandoff(
             fingerprint=self._fingerprint,
@@ -227,11 +248,11 @@ class Handoffs:
             num_tokens=num_tokens,
             tokens_digest=tokens_digest(self._identity(state.request), state.token_ids),
             layers=(0, self._num_layers),
-            block_ids=tuple(state.block_ids[:num_blocks]),
+            block_ids=tuple(block_ids),
             epoch=ref.epoch,
             lease=ref.number,
             lease_s=self.ownership.lease_s,
-            shares=(HeadShare(first=0, end=self._num_heads, address=self._address),),
+            shares=(self._share, *self._ranks.shares),
         )
         return handoff, ref
 
@@ -252,19 +273,22 @@ class Handoffs:
             return "it is the KV of other tokens or of another cache identity"
         return None
 
-    def _slices(self, handoff: KVHandoff) -> tuple[HeadSlice, ...]:
-        slices = plan_heads(handoff.shares, 0, self._num_heads)
-        assert len(slices) == 1 or self._has_equal_heads, "layers that differ in heads are not spread over ranks"
-        return slices
-
     def _identity(self, request: GenerationRequest) -> CacheIdentity:
         weights_version = self._scheduler.config.weights_version
         return CacheIdentity(salt=request.cache_salt, adapter_id=request.adapter_id, weights_version=weights_version)
 
-    def _end_load(self, load: _Load, outcome: PullOutcome) -> list[RequestProgress]:
-        is_whole = outcome.error is None and load.ref is not None
+    def _close_load(self, load: _Load, error: str | None) -> None:
+        """Nothing is written for it any more, on any rank, once its transfer has let go."""
+        if load.is_closed:
+            return
+        load.is_closed = True
         if load.ref is not None:
             self.ownership.close(load.ref)
+        if error is not None:
+            self._ranks.cancel(load.number, error)
+
+    def _end_load(self, load: _Load, outcome: PullOutcome) -> list[RequestProgress]:
+        is_whole = outcome.error is None and load.ref is not None
         if is_whole:
             self.counters.num_loaded += 1
             self.counters.num_bytes += outcome.num_bytes
@@ -283,8 +307,7 @@ class Handoffs:
 
     def _drop_load(self, key: RequestKey, reason: str) -> None:
         load = self._loads.pop(key)
-        if load.ref is not None:
-            self.ownership.close(load.ref)
+        self._close_load(load, reason)
         load.pull.cancel(reason)
         self._ending.append(load.pull)
 

@@ -54,6 +54,13 @@ class RankModel:
         )
         return cls(loaded=loaded, calls=calls, backend=backend, size=size, kv=kv, group=group)
 
+    @property
+    def kv_heads(self) -> range:
+        """Those of the model that are here; of layers that differ in them, as many as each has."""
+        if self.loaded.part is not None:
+            return self.loaded.part.kv_heads
+        return range(min(group.num_kv_heads for group in self.kv.groups))
+
     def runner(self, config: EngineConfig) -> ModelRunner:
         """May take the model's weights over; raises NativeMismatch when the native step does not know the model."""
         loaded = self.loaded

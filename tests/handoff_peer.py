@@ -10,7 +10,7 @@ from typing import Any
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
 from replicas.engine_loader import load_engine
-from replicas.handoff_wiring import ProcessGroupWiring
+from replicas.handoff_wiring import RemoteWiring
 
 STEP_TOKENS = 8
 
@@ -21,7 +21,7 @@ def load_peer(folder: Path, role: Any, *, lease_s: float, deadline_s: float) -> 
         model=str(folder), dtype="float32", runner="native", role=role, max_model_len=128, max_num_seqs=4, block_size=8,
         max_num_batched_tokens=STEP_TOKENS, kv_cache_bytes=1 << 20, num_threads=1, kv_lease_s=lease_s,
     )  # fmt: skip
-    return load_engine(config, ProcessGroupWiring(deadline_s=deadline_s))
+    return load_engine(config, RemoteWiring(deadline_s=deadline_s))
 
 
 def serve(pipe: Connection, folder: Path, role: Any, step_s: float, lease_s: float, deadline_s: float) -> None:

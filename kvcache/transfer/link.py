@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,6 +54,10 @@ class Transport(Protocol):
     def join(self, invitation: dict[str, Any]) -> DataLink:
         """Receiver. Raises LinkLost."""
         ...
+
+
+TransportMaker = Callable[[torch.device], Transport]
+"""For blocks on that device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcache.handoff import HandoffFailed, HeadSlice, KVHandoff
-from kvcache.ownership import KVOwnership, TransferRef
+from kvcache.handoff import HandoffFailed, KVHandoff, plan_heads
+from kvcache.ownership import TransferRef, Transfers
 from kvcache.tensors import KVTensors
 from kvcache.transfer.link import Connector, KVBatch, LinkLost, SourceSession
 from kvcache.wire import WireFormat, parse_layout, unpack
@@ -37,33 +37,52 @@ class _Reservation:
     first: int
 
 
+@dataclass(slots=True)
+class _Part:
+    """Heads of one share on their way here; None for all that each layer has."""
+
+    session: SourceSession
+    source: tuple[int, int] | None
+    target: tuple[int, int] | None
+    cursor: int
+    is_computed: bool = False
+
+
 class HandoffPull:
-    """Owns the thread of one handoff. It always ends, with one outcome, because every wait in it has a deadline.
+    """Owns the thread of one handoff on one rank. It always ends, with one outcome, because every wait in it has a deadline.
 
     Until `reserve` it only renews the lease. It writes a block only between `begin` and `end` of its own transfer in, so
-    nothing is written after that one closed.
+    nothing is written after that one closed. Rank 0's ends when those of all ranks have ended, keeps the lease alive until
+    then and is the one that says done.
     """
 
     def __init__(
         self,
         handoff: KVHandoff,
-        slices: Sequence[HeadSlice],
+        heads: tuple[int, int] | None,
         *,
         connector: Connector,
-        ownership: KVOwnership,
+        transfers: Transfers,
         kv: KVTensors,
-        on_end: Callable[[], None],
+        on_end: Callable[[PullOutcome], None],
         deadline_s: float,
+        is_lead: bool = True,
+        num_others: int = 0,
     ) -> None:
-        """`slices` say which heads come from which share (see `plan_heads`). `deadline_s` bounds the wait for a source
-        that answers but computes nothing new."""
-        self._handoff, self._slices = handoff, tuple(slices)
-        self._connector, self._ownership, self._kv = connector, ownership, kv
+        """`heads` are the KV heads of this rank, first and end; None for a replica of one rank whose layers differ in them.
+
+        `on_end` is called from the thread. `deadline_s` bounds the wait for a source that answers but computes nothing new.
+        `is_lead` on rank 0, which hears of `num_others` other ranks' pulls through `note_other`.
+        """
+        self._handoff, self._heads = handoff, heads
+        self._connector, self._transfers, self._kv = connector, transfers, kv
         self._on_end, self._deadline_s = on_end, deadline_s
+        self._is_lead, self._num_others = is_lead, num_others
         self._changed = threading.Condition()
         self._reservation: _Reservation | None = None
         self._cancelled: str | None = None
-        self._sessions: list[SourceSession] = []
+        self._others: list[PullOutcome] = []
+        self._sessions: dict[str, SourceSession] = {}  # address -> session
         self._num_bytes, self._transfer_s, self._overlap_s = 0, 0.0, 0.0
         self.outcome: PullOutcome | None = None
         self._thread = threading.Thread(target=self._run, name="kv-pull", daemon=True)
@@ -75,12 +94,21 @@ class HandoffPull:
             self._reservation = _Reservation(ref, tuple(block_ids), first)
             self._changed.notify_all()
 
+    def note_other(self, outcome: PullOutcome) -> None:
+        """How another rank's pull of the same handoff has ended. From any thread."""
+        if outcome.error is not None:
+            self.cancel(f"on another rank: {outcome.error}")
+            return
+        with self._changed:
+            self._others.append(outcome)
+            self._changed.notify_all()
+
     def cancel(self, reason: str) -> None:
         """Cuts the links; the thread ends soon, and the source's lease is left to expire. From any thread."""
         with self._changed:
             self._cancelled = self._cancelled or reason
             self._changed.notify_all()
-            sessions = list(self._sessions)
+            sessions = list(self._sessions.values())
         for session in sessions:
             session.close()
 
@@ -93,79 +121,112 @@ class HandoffPull:
         except (HandoffFailed, LinkLost, ValueError, RuntimeError) as error:  # a failed copy is a RuntimeError of torch
             outcome = PullOutcome(error=self._cancelled or str(error))
         else:
-            outcome = PullOutcome(output_ids=output_ids, num_bytes=self._num_bytes, transfer_s=self._transfer_s, overlap_s=self._overlap_s)
+            outcome = PullOutcome(
+                output_ids=output_ids,
+                num_bytes=self._num_bytes + sum(other.num_bytes for other in self._others),
+                transfer_s=max([self._transfer_s, *(other.transfer_s for other in self._others)]),
+                overlap_s=max([self._overlap_s, *(other.overlap_s for other in self._others)]),
+            )
         with self._changed:
-            sessions, self._sessions = self._sessions, []
+            sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:
             session.close(is_reusable=outcome.error is None)
         self.outcome = outcome
-        self._on_end()
+        self._on_end(outcome)
 
     def _pull(self) -> tuple[int, ...]:
-        sessions = {one.share: self._connect(self._handoff.shares[one.share].address) for one in self._slices}
+        # The lease is that of the source's rank 0, whose share is the first.
+        lease = self._connect(self._handoff.shares[0].address) if self._is_lead else None
+        parts = self._parts()
         reservation = self._wait_for_reservation()
         output_ids: tuple[int, ...] = ()
-        cursors = [reservation.first] * len(self._slices)
-        is_computed = [False] * len(self._slices)
+        for part in parts:
+            part.cursor = reservation.first
         end = reservation.first + len(reservation.block_ids)
         last_progress_s = time.monotonic()
-        while not all(is_computed) or any(cursor < end for cursor in cursors):
-            for index, one in enumerate(self._slices):
-                if is_computed[index] and cursors[index] >= end:
-                    continue
+        while unfinished := [part for part in parts if not part.is_computed or part.cursor < end]:
+            for part in unfinished:
                 start_s = time.monotonic()
-                batch = self._read(sessions[one.share], one, cursors[index])
+                batch = self._read(part)
                 if batch.num_blocks:
-                    self._write(reservation, one, batch)
+                    self._write(reservation, part, batch)
                     self._note(batch, start_s)
-                    cursors[index] += batch.num_blocks
-                if batch.num_blocks or batch.is_computed != is_computed[index]:
+                    part.cursor += batch.num_blocks
+                if batch.num_blocks or batch.is_computed != part.is_computed:
                     last_progress_s = time.monotonic()
-                is_computed[index], output_ids = batch.is_computed, batch.output_ids
-                self._ownership.renew(reservation.ref)
+                part.is_computed, output_ids = batch.is_computed, batch.output_ids
+                self._transfers.renew(reservation.ref)
+            if lease is not None and all(part.session is not lease for part in unfinished):
+                lease.renew(self._handoff)
             if time.monotonic() - last_progress_s > self._deadline_s:
                 raise HandoffFailed(f"the source computed nothing new for {self._deadline_s:.0f} s")
-        self._say_done(sessions.values())
+        if lease is not None:
+            self._wait_for_others(lease, reservation)
+            self._say_done(lease)
         return output_ids
 
-    def _say_done(self, sessions: Iterable[SourceSession]) -> None:
+    def _parts(self) -> list[_Part]:
+        """Raises ValueError when a head is nowhere."""
+        shares = self._handoff.shares
+        if self._heads is None:
+            if len(shares) != 1:
+                raise HandoffFailed("the layers differ in KV heads, so one share must hold them all")
+            return [_Part(self._connect(shares[0].address), None, None, 0)]
+        slices = plan_heads(shares, *self._heads)
+        return [_Part(self._connect(shares[one.share].address), one.source, one.target, 0) for one in slices]
+
+    def _wait_for_others(self, lease: SourceSession, reservation: _Reservation) -> None:
+        while True:
+            with self._changed:
+                self._check_cancelled()
+                if len(self._others) == self._num_others:
+                    return
+                has_changed = self._changed.wait(self._handoff.lease_s / 3)
+            if not has_changed:
+                lease.renew(self._handoff)
+                self._transfers.renew(reservation.ref)
+
+    def _say_done(self, lease: SourceSession) -> None:
         try:
-            for session in sessions:
-                session.finish(self._handoff)
+            lease.finish(self._handoff)
         except (HandoffFailed, LinkLost) as error:
             logger.info("lease %d was read whole, but its source was not told: %s", self._handoff.lease, error)
 
     def _connect(self, address: str) -> SourceSession:
+        if (known := self._sessions.get(address)) is not None:
+            return known
         session = self._connector.connect(address)
         with self._changed:
-            self._sessions.append(session)
-            if self._cancelled is not None:
-                raise HandoffFailed(self._cancelled)
+            self._sessions[address] = session
+            self._check_cancelled()
         return session
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled is not None:
+            raise HandoffFailed(self._cancelled)
 
     def _wait_for_reservation(self) -> _Reservation:
         while True:
             with self._changed:
-                if self._cancelled is not None:
-                    raise HandoffFailed(self._cancelled)
+                self._check_cancelled()
                 if self._reservation is not None:
                     return self._reservation
                 has_changed = self._changed.wait(self._handoff.lease_s / 3)
             if not has_changed:
-                for session in list(self._sessions):
+                for session in list(self._sessions.values()):
                     session.renew(self._handoff)
 
-    def _read(self, session: SourceSession, one: HeadSlice, first: int) -> KVBatch:
-        form = WireFormat(layout=self._kv.layout, layers=self._handoff.layers, heads=one.source)
-        return session.read(self._handoff, form, first, min(1.0, self._handoff.lease_s / 3))
+    def _read(self, part: _Part) -> KVBatch:
+        form = WireFormat(layout=self._kv.layout, layers=self._handoff.layers, heads=part.source)
+        return part.session.read(self._handoff, form, part.cursor, min(1.0, self._handoff.lease_s / 3))
 
-    def _write(self, reservation: _Reservation, one: HeadSlice, batch: KVBatch) -> None:
+    def _write(self, reservation: _Reservation, part: _Part, batch: KVBatch) -> None:
         start = batch.first - reservation.first
         block_ids = reservation.block_ids[start : start + batch.num_blocks]
         if start < 0 or len(block_ids) != batch.num_blocks:
             raise HandoffFailed(f"the source sent blocks {batch.first} to {batch.first + batch.num_blocks - 1}, not those asked for")
-        form = WireFormat(layout=parse_layout(batch.layout_id), layers=self._handoff.layers, heads=one.target)
-        with self._ownership.using(reservation.ref) as is_open:
+        form = WireFormat(layout=parse_layout(batch.layout_id), layers=self._handoff.layers, heads=part.target)
+        with self._transfers.using(reservation.ref) as is_open:
             if not is_open:
                 raise HandoffFailed("the blocks that were to be written are no longer reserved")
             unpack(self._kv, block_ids, batch.data, form)

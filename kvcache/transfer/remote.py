@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
+
+import torch
 
 from kvcache.handoff import HandoffFailed, KVHandoff
 from kvcache.tensors import KVTensors
@@ -12,16 +16,23 @@ from kvcache.transfer.control import ControlChannel
 from kvcache.transfer.link import DataLink, KVBatch, LinkLost, Transport
 from kvcache.wire import WireFormat, num_values_per_block
 
+logger = logging.getLogger(__name__)
+
 MAX_IDLE_SESSIONS = 4
 
 
 class RemoteConnector:
-    """Owns the sessions that wait for their next handoff, by address."""
+    """Owns the sessions that wait for their next handoff, and what is known of the way to each address."""
 
-    def __init__(self, transport: Transport, kv: KVTensors, deadline_s: float = 10.0) -> None:
-        """`deadline_s` bounds every wait for a peer, besides the wait for blocks that it was asked to make."""
-        self._transport, self._kv, self._deadline_s = transport, kv, deadline_s
+    def __init__(self, transports: Sequence[Transport], kv: KVTensors, deadline_s: float = 10.0) -> None:
+        """`transports` in the order of preference: the first that makes a link to an address is kept for it.
+
+        `deadline_s` bounds every wait for a peer, besides the wait for blocks that it was asked to make.
+        """
+        self.kv, self.deadline_s = kv, deadline_s
+        self._transports = tuple(transports)
         self._idle: dict[str, list[RemoteSession]] = {}  # address -> sessions
+        self._works: dict[str, dict[str, bool]] = {}  # address -> name of a transport -> whether it brought something
         self._lock = threading.Lock()
 
     def connect(self, address: str) -> RemoteSession:
@@ -30,10 +41,57 @@ class RemoteConnector:
             with self._lock:
                 session = idle.pop() if (idle := self._idle.get(address)) else None
             if session is None:
-                return RemoteSession(self, address, self._transport, self._kv, self._deadline_s)
+                return self._new_session(address)
             if not session.is_broken():
                 return session
             session.close()
+
+    def _new_session(self, address: str) -> RemoteSession:
+        reasons = []
+        for transport in self._by_preference(address):
+            channel = self._reach(address)
+            try:
+                link = _join(channel, transport, self.deadline_s)
+            except HandoffFailed as error:
+                channel.close()
+                self.note_failure(address, transport.name)
+                reasons.append(f"{transport.name}: {error}")
+                logger.info("%s cannot be read over %s: %s", address, transport.name, error)
+                continue
+            except LinkLost as error:
+                channel.close()
+                raise LinkLost(f"the transfer server at {address} makes no link: {error}") from error
+            return RemoteSession(self, address, channel, transport.name, link)
+        raise LinkLost(f"the transfer server at {address} makes no link: {'; '.join(reasons)}")
+
+    def _by_preference(self, address: str) -> list[Transport]:
+        """What worked first, what did not last."""
+        with self._lock:
+            known = dict(self._works.get(address, {}))
+        return sorted(self._transports, key=lambda one: {True: 0, None: 1, False: 2}[known.get(one.name)])
+
+    def _reach(self, address: str) -> ControlChannel:
+        url = urlsplit(address)
+        if url.scheme != "tcp" or url.hostname is None or url.port is None:
+            raise LinkLost(f"address {address!r} is not tcp://host:port")
+        try:
+            return ControlChannel.connect(url.hostname, url.port, self.deadline_s)
+        except LinkLost:
+            with self._lock:
+                self._works.pop(address, None)  # a server that comes back does so at another port
+            raise
+
+    def note_success(self, address: str, transport: str) -> None:
+        """Bytes came over it."""
+        with self._lock:
+            self._works.setdefault(address, {})[transport] = True
+
+    def note_failure(self, address: str, transport: str) -> None:
+        """It made no link, or one that broke; one that worked before only loses its lead."""
+        with self._lock:
+            known = self._works.setdefault(address, {})
+            if known.pop(transport, None) is not True:
+                known[transport] = False
 
     def try_keep(self, session: RemoteSession) -> bool:
         """Takes a session back for the next handoff; False when there are enough."""
@@ -52,22 +110,33 @@ class RemoteConnector:
             session.close()
 
 
+def _join(channel: ControlChannel, transport: Transport, deadline_s: float) -> DataLink:
+    """Raises HandoffFailed when another transport may do better, LinkLost when the server cannot be heard."""
+    invitation = _ask(channel, {"transport": transport.name}, deadline_s).get("invitation")
+    if not isinstance(invitation, dict):
+        raise LinkLost("its answer has no invitation")
+    try:
+        return transport.join(invitation)
+    except LinkLost as error:
+        raise HandoffFailed(str(error)) from error
+
+
+def _ask(channel: ControlChannel, message: dict[str, Any], deadline_s: float, wait_s: float = 0.0) -> dict[str, Any]:
+    """The answer. Raises HandoffFailed when it is no, LinkLost when none comes."""
+    channel.send(message, deadline_s)
+    reply = channel.receive(deadline_s + wait_s)
+    if reply.get("ok") is not True:
+        raise HandoffFailed(str(reply.get("error", "the source said no without a reason")))
+    return reply
+
+
 class RemoteSession:
     """One control channel and one link to one transfer server."""
 
-    def __init__(self, connector: RemoteConnector, address: str, transport: Transport, kv: KVTensors, deadline_s: float) -> None:
+    def __init__(self, connector: RemoteConnector, address: str, channel: ControlChannel, transport: str, link: DataLink) -> None:
+        """`transport` is the name of what made the link."""
         self.address = address
-        self._connector, self._kv, self._deadline_s = connector, kv, deadline_s
-        url = urlsplit(address)
-        if url.scheme != "tcp" or url.hostname is None or url.port is None:
-            raise LinkLost(f"address {address!r} is not tcp://host:port")
-        self._channel = ControlChannel.connect(url.hostname, url.port, deadline_s)
-        self._link: DataLink | None = None
-        try:
-            self._link = transport.join(self._ask({"transport": transport.name})["invitation"])
-        except (LinkLost, HandoffFailed, KeyError) as error:
-            self.close()
-            raise LinkLost(f"the transfer server at {address} makes no link: {error}") from error
+        self._connector, self._channel, self._transport, self._link = connector, channel, transport, link
 
     def read(self, handoff: KVHandoff, form: WireFormat, first: int, wait_s: float) -> KVBatch:
         reply = self._ask(
@@ -79,15 +148,14 @@ class RemoteSession:
         )  # fmt: skip
         try:
             num_bytes = int(reply["num_bytes"])
-            expected = int(reply["num_blocks"]) * num_values_per_block(self._kv, form) * self._kv.dtype.itemsize
+            expected = int(reply["num_blocks"]) * num_values_per_block(self._connector.kv, form) * self._connector.kv.dtype.itemsize
             if num_bytes != expected:
                 raise LinkLost(f"{reply['num_blocks']} blocks take {expected} bytes, but a message of {num_bytes} was announced")
-            assert self._link is not None, "a session has its link from the start"
-            data = self._link.receive(reply["ticket"] if num_bytes else "", num_bytes) if num_bytes else self._nothing()
+            data = self._receive(reply["ticket"], num_bytes) if num_bytes else self._nothing()
             return KVBatch(
                 first=int(reply["first"]),
                 num_blocks=int(reply["num_blocks"]),
-                data=data.view(self._kv.dtype),
+                data=data.view(self._connector.kv.dtype),
                 layout_id=reply["layout_id"],
                 is_computed=bool(reply["is_computed"]),
                 output_ids=tuple(reply["output_ids"]),
@@ -116,15 +184,19 @@ class RemoteSession:
         if is_reusable and self._connector.try_keep(self):
             return
         self._channel.close()
-        if self._link is not None:
-            self._link.close()
+        self._link.close()
 
-    def _nothing(self) -> Any:
-        return self._kv.layer(0)[0].new_empty(0)
+    def _receive(self, ticket: str, num_bytes: int) -> torch.Tensor:
+        try:
+            data = self._link.receive(ticket, num_bytes)
+        except LinkLost:
+            self._connector.note_failure(self.address, self._transport)
+            raise
+        self._connector.note_success(self.address, self._transport)
+        return data
+
+    def _nothing(self) -> torch.Tensor:
+        return self._connector.kv.layer(0)[0].new_empty(0)
 
     def _ask(self, message: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
-        self._channel.send(message, self._deadline_s)
-        reply = self._channel.receive(self._deadline_s + wait_s)
-        if reply.get("ok") is not True:
-            raise HandoffFailed(str(reply.get("error", "the source said no without a reason")))
-        return reply
+        return _ask(self._channel, message, self._connector.deadline_s, wait_s)

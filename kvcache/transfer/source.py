@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcache.handoff import HandoffFailed
-from kvcache.ownership import Direction, KVOwnership, TransferRef
+from kvcache.ownership import TransferRef, Transfers
 from kvcache.tensors import KVTensors
 from kvcache.transfer.link import KVBatch
 from kvcache.wire import WireFormat, num_values_per_block, pack, parse_layout, why_not_form, wire_layout
@@ -36,32 +36,30 @@ class SourceCounters:
 
 
 class KVSource:
-    """Owns the offers of one engine. A reader sees a block only when the step that filled it has ended.
+    """Owns the offers of one rank. A reader sees a block only when the step that filled it has ended here.
 
     Reading copies blocks into a message, so the memory is touched for as long as a copy takes, never for as long as a
-    peer takes to listen. `offer`, `note_computed`, `complete` and `forget` belong to the engine's thread.
+    peer takes to listen. `offer`, `note_computed` and `complete` belong to the thread that runs the steps.
     """
 
-    def __init__(self, ownership: KVOwnership, kv: KVTensors) -> None:
-        self.ownership = ownership
+    def __init__(self, transfers: Transfers, kv: KVTensors) -> None:
+        self.transfers = transfers
         self.kv = kv
         self.counters = SourceCounters()
         self._offers: dict[int, _Offer] = {}  # number of the transfer -> offer
         self._changed = threading.Condition()
 
-    def offer(self, block_ids: Sequence[int], num_tokens: int, priority: int = 0) -> TransferRef:
-        """Leases the blocks that will hold `num_tokens` tokens, while their request holds them."""
+    def offer(self, ref: TransferRef, block_ids: Sequence[int], num_tokens: int) -> None:
+        """The blocks that will hold `num_tokens` tokens, leased under `ref`, which calls `wake` when it closes."""
         with self._changed:
-            ref = self.ownership.open(Direction.OUT, block_ids, priority=priority, on_closing=self._wake)
             self._offers[ref.number] = _Offer(tuple(block_ids), num_tokens)
-            return ref
 
     def note_computed(self, ref: TransferRef, num_tokens: int) -> None:
         """KV of the first `num_tokens` tokens is in memory for good. Renews the lease: a slow prefill must not end it."""
         with self._changed:
             if (offer := self._offers.get(ref.number)) is not None:
                 offer.num_readable_tokens = min(num_tokens, offer.num_tokens)
-                self.ownership.renew(ref)
+                self.transfers.renew(ref)
                 self._changed.notify_all()
 
     def complete(self, ref: TransferRef, output_ids: Sequence[int]) -> None:
@@ -73,7 +71,7 @@ class KVSource:
 
     def withdraw(self, ref: TransferRef) -> bool:
         """Closes an offer, whoever reads it; readers get HandoffFailed."""
-        is_withdrawn = self.ownership.close(ref)
+        is_withdrawn = self.transfers.close(ref)
         self.counters.num_withdrawn += is_withdrawn
         return is_withdrawn
 
@@ -95,7 +93,7 @@ class KVSource:
         until_s = start_s + wait_s
         with self._changed:
             while True:
-                if not self.ownership.renew(ref) or (offer := self._offers.get(ref.number)) is None:
+                if not self.transfers.renew(ref) or (offer := self._offers.get(ref.number)) is None:
                     raise HandoffFailed(f"lease {ref.number} is not open at the source: expired, withdrawn, taken, or of another life")
                 if not 0 <= first <= len(offer.block_ids):
                     raise HandoffFailed(f"lease {ref.number} has {len(offer.block_ids)} blocks; block {first} was asked for")
@@ -104,11 +102,11 @@ class KVSource:
                 left_s = until_s - time.monotonic()
                 if num_readable > first or is_computed or left_s <= 0:
                     break
-                self._changed.wait(min(left_s, self.ownership.lease_s / 4))
+                self._changed.wait(min(left_s, self.transfers.lease_s / 4))
         waited_s = time.monotonic() - start_s
         most = max(1, MAX_BATCH_BYTES // (num_values_per_block(self.kv, form) * self.kv.dtype.itemsize))
         block_ids = offer.block_ids[first : min(num_readable, first + most)]
-        with self.ownership.using(ref) as is_open:
+        with self.transfers.using(ref) as is_open:
             if not is_open:
                 raise HandoffFailed(f"lease {ref.number} closed while it was read")
             data = pack(self.kv, block_ids, form) if block_ids else torch.empty(0, dtype=self.kv.dtype)
@@ -131,12 +129,12 @@ class KVSource:
 
     def renew(self, ref: TransferRef) -> None:
         """Raises HandoffFailed when it is closed."""
-        if not self.ownership.renew(ref):
+        if not self.transfers.renew(ref):
             raise HandoffFailed(f"lease {ref.number} is not open at the source: expired, withdrawn, taken, or of another life")
 
     def finish(self, ref: TransferRef) -> None:
         """The receiver has everything. A repeated or late message changes nothing."""
-        if self.ownership.close(ref):
+        if self.transfers.close(ref):
             self.counters.num_finished += 1
 
     def _num_readable(self, offer: _Offer) -> int:
@@ -144,7 +142,8 @@ class KVSource:
             return len(offer.block_ids)
         return offer.num_readable_tokens // self.kv.block_size
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Readers that wait look again whether their lease is open."""
         with self._changed:
             self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""The line between rank 0 and another rank: setup, steps and signs of life, as frames on a TCP connection. Free of torch.
+"""The line between rank 0 and another rank: setup, steps, orders and signs of life, as frames on a TCP connection. Free of torch.
 
 Whoever dies closes the connection, so the other end knows within milliseconds; whoever hangs stops answering pings.
 """
@@ -27,6 +27,10 @@ class Kind(IntEnum):
     FAILED = 7
     """From a rank, text: why it ends."""
     STOP = 8
+    ORDER = 9
+    """Of KV that is handed over (transfer_message.py), to be obeyed in turn with the steps."""
+    ANSWER = 10
+    """From a rank, of the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

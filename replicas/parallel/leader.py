@@ -17,6 +17,7 @@ from replicas.model_loader import ModelChoice
 from replicas.model_runner import ModelRunner
 from replicas.parallel.collectives import Backend, ProcessGroup
 from replicas.parallel.launcher import RankLauncher
+from replicas.parallel.rank_transfers import RankTransfers
 from replicas.parallel.ranks import Ranks, RankStartError
 from replicas.parallel.sharded_model import build_empty
 from replicas.parallel.sharding import ShardingPlan
@@ -29,7 +30,7 @@ _dist: Any = dist  # the names used here are public, but not in the type stubs
 
 
 class Leader:
-    """Owns the other ranks and rank 0's end of their process group. They end with it."""
+    """Owns the other ranks and rank 0's end of their process group. They end with it. `transfers` are theirs in handoffs."""
 
     def __init__(self, config: EngineConfig, choice: ModelChoice, launcher: RankLauncher) -> None:
         """Starts the ranks, which load while rank 0 does. Raises UnsupportedModel or ValueError before anything starts for
@@ -45,6 +46,7 @@ class Leader:
             rank_deadline_s=config.parallel.rank_deadline_s,
             num_threads=config.num_threads or 1,
         )
+        self.transfers = RankTransfers(self._ranks)
         self._group: ProcessGroup | None = None
         try:
             self._store = _store(self._ranks.host, deadline_s)

@@ -1,4 +1,4 @@
-"""The process of a rank above 0: it loads its part, then runs the forward pass of every step that rank 0 sends.
+"""The process of a rank above 0: it loads its part, then runs every step that rank 0 sends and obeys its orders, in turn.
 
 It ends with rank 0, whatever it is doing: the line to it closes, and a thread that only listens ends the process.
 """
@@ -11,10 +11,14 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from replicas.parallel.channel import Channel, ChannelClosed, Kind, RankAddress, connect
+
+if TYPE_CHECKING:
+    from kvcache.transfer.link import TransportMaker
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +31,12 @@ class RankWork:
     def __init__(self, channel: Channel, on_orphaned: Callable[[], None]) -> None:
         """`on_orphaned` is called from the thread when rank 0 has gone without a word."""
         self._channel, self._on_orphaned = channel, on_orphaned
-        self._steps: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Kind, bytes] | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
 
-    def next_step(self) -> bytes | None:
-        """Waits for a step's message; None when it is time to end."""
-        return self._steps.get()
+    def next(self) -> tuple[Kind, bytes] | None:
+        """Waits for a step or an order and gives its message; None when it is time to end."""
+        return self._work.get()
 
     def _listen(self) -> None:
         while True:
@@ -43,10 +47,10 @@ class RankWork:
             except ChannelClosed:
                 self._on_orphaned()
                 return
-            if kind is Kind.STEP:
-                self._steps.put(payload)
+            if kind in (Kind.STEP, Kind.ORDER):
+                self._work.put((kind, payload))
             elif kind is Kind.STOP:
-                self._steps.put(None)
+                self._work.put(None)
                 return
 
 
@@ -61,8 +65,8 @@ class OwnProcess:
         logging.getLogger("replicas").setLevel(level)
 
 
-def run_rank(address: RankAddress, process: OwnProcess | None = None) -> None:
-    """Until rank 0 says stop, or has gone."""
+def run_rank(address: RankAddress, process: OwnProcess | None = None, extra_transports: Sequence[TransportMaker] = ()) -> None:
+    """Until rank 0 says stop, or has gone. `extra_transports` are those that rank 0 has beside process groups."""
     process = process or OwnProcess()
     channel = connect(address, CONNECT_DEADLINE_S, CONNECT_DEADLINE_S)
     try:
@@ -72,27 +76,30 @@ def run_rank(address: RankAddress, process: OwnProcess | None = None) -> None:
         except ChannelClosed:
             return  # rank 0 gave up: another rank did not come
         if kind is Kind.SETUP:
-            _serve(channel, json.loads(payload), address, process)
+            _serve(channel, json.loads(payload), address, process, extra_transports)
     finally:
         channel.close()
 
 
-def _serve(channel: Channel, setup: dict[str, Any], address: RankAddress, process: OwnProcess) -> None:
+def _serve(
+    channel: Channel, setup: dict[str, Any], address: RankAddress, process: OwnProcess, extra_transports: Sequence[TransportMaker]
+) -> None:
     process.set_log_level(setup["log_level"])
     work = RankWork(channel, process.end)
-    try:
-        from replicas.parallel.follower import Follower  # torch and transformers: only once rank 0 hears from this process
+    with ExitStack() as stack:
+        try:
+            from replicas.parallel.follower import Follower  # torch and transformers: only once rank 0 hears from this process
 
-        follower = Follower(setup, address, channel.own_host)
-        channel.send(Kind.READY, str(follower).encode())
-        while (message := work.next_step()) is not None:
-            follower.step(message)
-        follower.close()
-    except BaseException as error:
-        logger.exception("rank %d failed", address.rank)
-        lines = str(error).strip().splitlines()
-        channel.send(Kind.FAILED, (lines[0] if lines else type(error).__name__).encode())
-        raise
+            follower = Follower(setup, address, channel, extra_transports)
+            stack.callback(follower.close)
+            channel.send(Kind.READY, str(follower).encode())
+            while (message := work.next()) is not None:
+                follower.obey(*message)
+        except BaseException as error:
+            logger.exception("rank %d failed", address.rank)
+            lines = str(error).strip().splitlines()
+            channel.send(Kind.FAILED, (lines[0] if lines else type(error).__name__).encode())
+            raise
 
 
 def main() -> None:

@@ -54,6 +54,7 @@ class Ranks:
         self._lost: str | None = None
         self._is_closing = threading.Event()
         self._on_lost: Callable[[], None] = lambda: None
+        self._on_answer: Callable[[int, bytes], None] = lambda rank, payload: None
         self._threads: list[threading.Thread] = []
         try:
             self._start(launcher, num_threads)
@@ -122,6 +123,11 @@ class Ranks:
         if self._lost is not None:
             call()
 
+    def when_answered(self, call: Callable[[int, bytes], None]) -> None:
+        """`call` gets a rank and its answer, from the thread that listens to it. Set before the ranks are set up. It raises
+        ValueError for what makes no sense, which ends the replica."""
+        self._on_answer = call
+
     def wait_ready(self) -> dict[int, str]:
         """Waits until every rank can take steps; rank -> its text. Raises RankStartError with the reason of the one that cannot."""
         with self._changed:
@@ -144,6 +150,16 @@ class Ranks:
         for channel in self._channels.values():
             self._send(channel, Kind.STEP, message)
         self.message_seconds += time.perf_counter() - start_s
+
+    def send_order(self, payload: bytes) -> None:
+        """To be obeyed by every rank after the steps before it. Raises RankLost."""
+        self.check()
+        for channel in self._channels.values():
+            self._send(channel, Kind.ORDER, payload)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
 
     def check(self) -> None:
         """Raises RankLost once a rank is lost. Any thread may ask."""
@@ -215,6 +231,11 @@ class Ranks:
                 with self._changed:
                     self._ready[rank] = payload.decode()
                     self._changed.notify_all()
+            elif kind is Kind.ANSWER:
+                try:
+                    self._on_answer(rank, payload)
+                except ValueError as error:
+                    self._lose(f"rank {rank}: {error}")
 
     def _note_death(self, rank: int) -> None:
         """Its line has closed."""

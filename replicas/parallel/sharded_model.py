@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 class LoadedPart:
     """What one rank holds of a model. Prints as a line for the log."""
 
+    kv_heads: range
+    """Of every layer's."""
     tokens: range
     """Rows of the embedding and of the output projection."""
     sharded_bytes: int
@@ -110,7 +112,9 @@ def load_part(
             _localize(module, share)
     place_buffers(model, checkpoint, device)
     _load_generation_config(model, source)
-    return model, LoadedPart(tokens=share.tokens, sharded_bytes=sharded, replicated_bytes=replicated, whole_sharded_bytes=whole)
+    return model, LoadedPart(
+        kv_heads=share.kv_heads, tokens=share.tokens, sharded_bytes=sharded, replicated_bytes=replicated, whole_sharded_bytes=whole
+    )
 
 
 def place_buffers(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from kvcache.block_pool import BlockPool
-from kvcache.handoff import HeadShare, KVHandoff, plan_heads
+from kvcache.handoff import HeadShare, KVHandoff
 from kvcache.ownership import Direction, KVOwnership
 from kvcache.spec import KVGroupSpec, KVLayout
 from kvcache.tensors import KVTensors
@@ -49,11 +49,12 @@ def _side(num_blocks: int, layout: KVLayout) -> KVSource:
 
 
 def _pull_s(giver: KVSource, taker: KVSource, address: str, connector: Connector, num_blocks: int) -> float:
-    given, taken = giver.ownership.pool.try_allocate(num_blocks), taker.ownership.pool.try_allocate(num_blocks)
+    given, taken = giver.transfers.pool.try_allocate(num_blocks), taker.transfers.pool.try_allocate(num_blocks)
     assert given is not None
     assert taken is not None
     num_tokens = num_blocks * BLOCK_SIZE
-    ref = giver.offer(given, num_tokens)
+    ref = giver.transfers.open(Direction.OUT, given, on_closing=giver.wake)
+    giver.offer(ref, given, num_tokens)
     giver.note_computed(ref, num_tokens)
     giver.complete(ref, [0])
     handoff = KVHandoff(
@@ -61,21 +62,20 @@ def _pull_s(giver: KVSource, taker: KVSource, address: str, connector: Connector
         block_ids=(), epoch=ref.epoch, lease=ref.number, lease_s=60.0, shares=(HeadShare(first=0, end=3, address=address),),
     )  # fmt: skip
     ended = threading.Event()
-    load = taker.ownership.open(Direction.IN, taken)
+    load = taker.transfers.open(Direction.IN, taken)
     start_s = time.monotonic()
     pull = HandoffPull(
-        handoff, plan_heads(handoff.shares, 0, 3), connector=connector, ownership=taker.ownership, kv=taker.kv, on_end=ended.set,
-        deadline_s=60.0,
+        handoff, (0, 3), connector=connector, transfers=taker.transfers, kv=taker.kv, on_end=lambda _: ended.set(), deadline_s=60.0,
     )  # fmt: skip
     pull.reserve(load, taken, 0)
     ended.wait(120.0)
     elapsed_s = time.monotonic() - start_s
     assert pull.outcome is not None
     assert pull.outcome.error is None, pull.outcome.error
-    taker.ownership.close(load)
+    taker.transfers.close(load)
     for source, block_ids in ((giver, given), (taker, taken)):
-        source.ownership.pool.release(block_ids)
-        source.forget(source.ownership.collect())
+        source.transfers.pool.release(block_ids)
+        source.forget(source.transfers.collect())
     return elapsed_s
 
 
@@ -86,7 +86,7 @@ def _bandwidths(sizes_mb: list[int], rounds: int) -> None:
         registry = InProcessConnector()
         transport = ProcessGroupTransport(CPU)
         server = TransferServer(giver, {transport.name: transport})
-        remote = RemoteConnector(ProcessGroupTransport(CPU), taker.kv)
+        remote = RemoteConnector([ProcessGroupTransport(CPU)], taker.kv)
         ways: dict[str, tuple[str, Connector]] = {
             "in-process": (registry.serve(giver), registry),
             "process-group": (server.address, remote),

@@ -27,6 +27,7 @@ TORCH_FREE_MODULES = (
     "kvcache.hashing",
     "kvcache.ownership",
     "kvcache.prefix_cache",
+    "kvcache.transfer_gate",
     "replicas.async_engine",
     "replicas.cores",
     "replicas.default_model",

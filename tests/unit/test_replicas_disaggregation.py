@@ -20,6 +20,7 @@ from replicas.engine_loader import load_engine
 from replicas.handoff_wiring import InProcessWiring
 from replicas.handoffs import Handoffs
 from replicas.llm import LLM
+from replicas.other_ranks import NoOtherRanks
 from replicas.request import FinishReason, GenerationRequest, RequestRejected
 from replicas.sampling_params import SamplingParams
 from replicas.scheduler import Scheduler
@@ -77,10 +78,12 @@ def _restarted(pair: CheckedPair, num_blocks: int | None = None, *, lease_s: flo
         config = replace(old.config, max_model_len=min(128, pool.num_blocks * pool.block_size), enable_prefix_caching=caching)
         engine.scheduler = Scheduler(config, pool)
         source = handoffs.source
-        source.ownership = KVOwnership(pool=pool, epoch=source.ownership.epoch + 1, lease_s=lease_s, clock=source.ownership.clock)
+        before = source.transfers
+        source.transfers = KVOwnership(pool=pool, epoch=before.epoch + 1, lease_s=lease_s, clock=before.clock)
         engine.handoffs = Handoffs(
-            scheduler=engine.scheduler, ownership=source.ownership, source=source, connector=handoffs._connector,
-            address=handoffs._address, fingerprint=engine.description.fingerprint, changed=handoffs.changed,
+            scheduler=engine.scheduler, ownership=source.transfers, source=source, connector=handoffs._connector,
+            address=handoffs._share.address, kv_heads=range(handoffs._share.end), fingerprint=engine.description.fingerprint,
+            ranks=NoOtherRanks(), changed=handoffs.changed,
         )  # fmt: skip
     return pair
 

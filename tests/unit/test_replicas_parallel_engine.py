@@ -184,7 +184,11 @@ def _saved(config: Any, folder: Path, *, safe: bool = True) -> Path:
     ("config", "settings", "message"),
     [
         (LlamaConfig(**SIZES), {"size": 5}, "tensor_parallel_size 5 cannot divide 4 query heads .* sizes from 1 to 4 work"),
-        (LlamaConfig(**SIZES), {"role": "prefill"}, "role 'prefill' needs tensor_parallel_size 1"),
+        (
+            LlamaConfig(**SIZES),
+            {"role": "decode", "kv_transfer": "object-store"},
+            "kv_transfer 'object-store' is for replicas that Ray serves",
+        ),
         (LlamaConfig(**SIZES), {"parallel": ParallelConfig(backend="nccl")}, "parallel.backend 'nccl' works between CUDA devices"),
         (AutoConfig.for_model("olmo2", **SIZES), {}, r"'olmo2': q_proj \(colwise_gather_output\) cannot be divided"),
         (AutoConfig.for_model("mixtral", **SIZES, num_local_experts=2), {}, "'mixtral': .* cannot be divided"),

@@ -1,6 +1,7 @@
 """Rank 0's view of its ranks: started, fed, watched and ended, with ranks that are played by threads of the test."""
 
 import json
+import queue
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from replicas.parallel.channel import Channel, ChannelClosed, Kind, RankAddress, connect
 from replicas.parallel.launcher import LaunchedRank
+from replicas.parallel.rank_process import RankWork
 from replicas.parallel.ranks import RankLost, Ranks, RankStartError
 
 PATIENCE_S = 10.0
@@ -103,6 +105,47 @@ def test_ranks_are_set_up_get_every_step_in_order_and_are_stopped() -> None:
     expected = [(Kind.SETUP, b'{"name": "value"}'), (Kind.STEP, b"first"), (Kind.STEP, b""), (Kind.STEP, b"third" * 1000), (Kind.STOP, b"")]
     assert received == [expected, expected]
     assert not any(rank.thread.is_alive() for rank in launcher.ranks)
+
+
+def test_orders_and_steps_come_out_of_a_rank_in_turn_and_its_answers_arrive() -> None:
+    worked: list[tuple[Kind, bytes] | None] = []
+
+    def play(channel: Channel) -> None:
+        work = RankWork(channel, lambda: None)
+        channel.send(Kind.READY, b"loaded")
+        while not worked or worked[-1] is not None:
+            worked.append(work.next())
+            channel.send(Kind.ANSWER, f"{len(worked)}".encode())
+
+    ranks = _start(PlayedLauncher(play))
+    answers: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+    ranks.when_answered(lambda rank, payload: answers.put((rank, payload)))
+    ranks.wait_ready()
+    ranks.send_step(b"step")
+    ranks.send_order(b"order")
+    ranks.send_step(b"step")
+    assert [answers.get(timeout=PATIENCE_S) for _ in range(3)] == [(1, b"1"), (1, b"2"), (1, b"3")]
+    ranks.close()
+    assert worked == [(Kind.STEP, b"step"), (Kind.ORDER, b"order"), (Kind.STEP, b"step"), None]
+
+
+def test_rank_whose_answer_makes_no_sense_is_lost_with_the_reason() -> None:
+    def refuse(rank: int, payload: bytes) -> None:
+        raise ValueError("a dance is no answer")
+
+    def play(channel: Channel) -> None:
+        channel.receive()
+        channel.send(Kind.ANSWER, b"dance")
+        channel.receive()
+
+    ranks = _start(PlayedLauncher(play))
+    ranks.when_answered(refuse)
+    ranks.set_up({})
+    assert _wait_lost(ranks) == "rank 1: a dance is no answer"
+    assert ranks.is_lost
+    with pytest.raises(RankLost, match="a dance is no answer"):
+        ranks.send_order(b"order")
+    ranks.close()
 
 
 def test_rank_whose_line_closes_is_lost_at_once_and_ends_the_waits_of_others() -> None:

@@ -1,0 +1,183 @@
+"""The transfer server and its receivers: transports tried in turn, links kept, silence and nonsense."""
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcache.handoff import HeadShare
+from kvcache.spec import CANONICAL_LAYOUT
+from kvcache.transfer.control import ControlChannel
+from kvcache.transfer.link import Connector, LinkLost
+from kvcache.transfer.process_group import ProcessGroupTransport
+from kvcache.transfer.pull import PullOutcome
+from kvcache.transfer.remote import RemoteConnector
+from kvcache.transfer.server import TransferServer
+from tests.transfer_sides import CPU, NUM_HEADS, Pulling, Side, make_handoff, reserve
+
+
+def test_silent_server_is_given_up_at_the_deadline() -> None:
+    side = Side(CANONICAL_LAYOUT)
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes the connection and never says a word
+        connector = RemoteConnector([ProcessGroupTransport(CPU)], side.kv, deadline_s=0.2)
+        start_s = time.monotonic()
+        with pytest.raises(LinkLost, match="makes no link"):
+            connector.connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        assert time.monotonic() - start_s < 5
+
+
+def test_server_answers_nonsense_with_the_reason_and_goes_on() -> None:
+    side = Side(CANONICAL_LAYOUT)
+    transport = ProcessGroupTransport(CPU)
+    server = TransferServer(side.source, {transport.name: transport})
+    host, port = "127.0.0.1", int(server.address.rsplit(":", 1)[1])
+    with ControlChannel.connect(host, port, 5.0) as channel:
+        channel.send({"transport": "pigeons"}, 5.0)
+        assert "pigeons" in channel.receive(5.0)["error"]
+    with ControlChannel.connect(host, port, 5.0) as channel:
+        channel.send({"transport": transport.name}, 5.0)
+        link = ProcessGroupTransport(CPU).join(channel.receive(5.0)["invitation"])
+        for message in ({}, {"lease": 0, "epoch": 1, "do": "dance"}, {"lease": "x", "epoch": 1, "do": "renew"}):
+            channel.send(message, 5.0)
+            assert "makes no sense" in channel.receive(5.0)["error"]
+        channel.send({"lease": 0, "epoch": 1, "do": "renew"}, 5.0)
+        assert "not open" in channel.receive(5.0)["error"]
+        link.close()
+    server.close()
+
+
+def test_control_channel_with_too_long_a_message_is_lost() -> None:
+    one, other = socket.socketpair()
+    ours = ControlChannel.__new__(ControlChannel)
+    ours._sock = one
+    other.sendall(b"\xff\xff\xff\xff")
+    with pytest.raises(LinkLost, match="more than"):
+        ours.receive(1.0)
+    ours.close()
+    other.close()
+
+
+def test_link_is_kept_for_the_next_handoff() -> None:
+    giver, taker = Side(CANONICAL_LAYOUT), Side(CANONICAL_LAYOUT)
+    transport = ProcessGroupTransport(CPU)
+    server = TransferServer(giver.source, {transport.name: transport})
+    connector = RemoteConnector([ProcessGroupTransport(CPU)], taker.kv)
+    first = connector.connect(server.address)
+    first.close(is_reusable=True)
+    assert connector.connect(server.address) is first
+    first.close(is_reusable=True)
+    server.close()
+    with pytest.raises(LinkLost, match="no transfer server"):
+        connector.connect(server.address)
+    connector.close()
+
+
+def test_peer_that_never_joins_its_group_holds_up_no_other() -> None:
+    side = Side(CANONICAL_LAYOUT)
+    transport = ProcessGroupTransport(CPU, deadline_s=2.0)
+    server = TransferServer(side.source, {transport.name: transport})
+    connector = RemoteConnector([ProcessGroupTransport(CPU)], side.kv)
+    with ControlChannel.connect("127.0.0.1", int(server.address.rsplit(":", 1)[1]), 5.0) as dead:
+        dead.send({"transport": transport.name}, 5.0)
+        assert dead.receive(5.0)["ok"]  # invited, and never heard of again
+        start_s = time.monotonic()
+        connector.connect(server.address).close()
+        assert time.monotonic() - start_s < 1.5
+    server.close()
+
+
+class LostLink:
+    def receive(self, ticket: str, num_bytes: int) -> None:
+        raise LinkLost("a hawk came")
+
+    def close(self) -> None:
+        pass
+
+
+class Pigeons(ProcessGroupTransport):
+    """A transport that works, or not, as a test wants it."""
+
+    name = "pigeons"
+    fails_to = ""  # join or receive
+
+    def join(self, invitation: dict[str, Any]) -> Any:
+        if self.fails_to == "join":
+            raise LinkLost("the pigeons are asleep")
+        link = super().join(invitation)
+        return LostLink() if self.fails_to == "receive" else link
+
+
+def _pull_over(server: TransferServer, giver: Side, connector: Connector, taker: Side) -> PullOutcome:
+    ref, given = giver.offer(4)
+    giver.source.note_computed(ref, 4)
+    giver.source.complete(ref, [1])
+    pulling = Pulling(taker, make_handoff(ref, 4, HeadShare(first=0, end=NUM_HEADS, address=server.address)), connector)
+    load, taken = reserve(taker, pulling, 1)
+    outcome = pulling.outcome()
+    for side, one, block_ids in ((giver, ref, given), (taker, load, taken)):
+        side.ownership.close(one)
+        side.pool.release(block_ids)
+        side.ownership.collect()
+    return outcome
+
+
+@pytest.fixture
+def two_ways() -> Iterator[tuple[Side, TransferServer, Side, Pigeons, RemoteConnector]]:
+    """A source that is served over pigeons and process groups, and a receiver that prefers pigeons."""
+    giver, taker = Side(CANONICAL_LAYOUT), Side(CANONICAL_LAYOUT)
+    server = TransferServer(giver.source, {one.name: one for one in (Pigeons(CPU, deadline_s=0.5), ProcessGroupTransport(CPU))})
+    pigeons = Pigeons(CPU)
+    connector = RemoteConnector([pigeons, ProcessGroupTransport(CPU)], taker.kv)
+    yield giver, server, taker, pigeons, connector
+    connector.close()
+    server.close()
+
+
+def test_transport_that_makes_no_link_is_tried_last_from_then_on(
+    two_ways: tuple[Side, TransferServer, Side, Pigeons, RemoteConnector], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="kvcache")
+    giver, server, taker, pigeons, connector = two_ways
+    pigeons.fails_to = "join"
+    for _ in range(2):
+        assert _pull_over(server, giver, connector, taker).error is None
+        connector.close()  # so that the next one connects anew
+    assert [one.name for one in connector._by_preference(server.address)] == ["process-group", "pigeons"]
+    assert sum("the pigeons are asleep" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_transport_that_brought_nothing_yet_and_breaks_leaves_its_place(
+    two_ways: tuple[Side, TransferServer, Side, Pigeons, RemoteConnector],
+) -> None:
+    giver, server, taker, pigeons, connector = two_ways
+    pigeons.fails_to = "receive"
+    assert _pull_over(server, giver, connector, taker).error is not None
+    assert _pull_over(server, giver, connector, taker).error is None
+    assert [one.name for one in connector._by_preference(server.address)] == ["process-group", "pigeons"]
+
+
+def test_transport_that_worked_keeps_its_place_and_is_forgotten_with_the_server(
+    two_ways: tuple[Side, TransferServer, Side, Pigeons, RemoteConnector],
+) -> None:
+    giver, server, taker, _, connector = two_ways
+    assert _pull_over(server, giver, connector, taker).error is None
+    connector.note_failure(server.address, "pigeons")
+    assert [one.name for one in connector._by_preference(server.address)] == ["pigeons", "process-group"]
+    connector.note_failure(server.address, "pigeons")
+    assert [one.name for one in connector._by_preference(server.address)] == ["process-group", "pigeons"]
+    connector.close()
+    server.close()
+    with pytest.raises(LinkLost, match="no transfer server answers"):
+        connector.connect(server.address)
+    assert [one.name for one in connector._by_preference(server.address)] == ["pigeons", "process-group"]
+
+
+def test_source_without_any_wanted_transport_is_refused_with_every_reason() -> None:
+    giver, taker = Side(CANONICAL_LAYOUT), Side(CANONICAL_LAYOUT)
+    server = TransferServer(giver.source, {"post": ProcessGroupTransport(CPU)})
+    connector = RemoteConnector([Pigeons(CPU), ProcessGroupTransport(CPU)], taker.kv)
+    with pytest.raises(LinkLost, match=r"makes no link: pigeons: .* is not one of \['post'\]; process-group: "):
+        connector.connect(server.address)
+    server.close()
