@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -40,15 +40,19 @@ class LLM:
         max_num_seqs: int = 64,
         enable_prefix_caching: bool = True,
         mode: Literal["unified", "disaggregated"] = "unified",
+        decode_settings: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         """Loads `model`, a Hugging Face id or folder; None is the default model. `settings` are further fields of
         `EngineConfig`. In mode disaggregated one engine computes the prompts and another one goes on from their KV, as
-        two pools of a cluster would. Raises ValueError naming the setting that is wrong."""
+        two pools of a cluster would; `decode_settings` are the fields in which that one differs. Raises ValueError naming
+        the setting that is wrong."""
         if mode not in ("unified", "disaggregated"):
             raise ValueError(f"mode must be unified or disaggregated, got {mode!r}")
+        if decode_settings and mode == "unified":
+            raise ValueError("decode_settings are for mode 'disaggregated'; a unified engine has one set of settings")
         known = {one.name for one in fields(EngineConfig)}
-        if unknown := sorted(settings.keys() - known):
+        if unknown := sorted((settings.keys() | (decode_settings or {}).keys()) - known):
             raise ValueError(f"LLM has no setting {', '.join(unknown)}; allowed are {', '.join(sorted(known))}")
         config = EngineConfig(
             model=model,
@@ -58,7 +62,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             **settings,
         )
-        engine = _load(config, mode)
+        engine = _load(config, replace(config, **decode_settings or {}) if mode == "disaggregated" else None)
         self._attach(engine, Tokenizer.load(engine.tokenizer_source, config.trust_remote_code))
 
     @classmethod
@@ -204,12 +208,12 @@ class LLM:
                         bar.update()
 
 
-def _load(config: EngineConfig, mode: str) -> _LoadedEngine:
-    """The imports here are the ones that need torch."""
-    if mode == "disaggregated":
+def _load(config: EngineConfig, decode_config: EngineConfig | None) -> _LoadedEngine:
+    """`decode_config` is that of a decode engine of its own. The imports here are the ones that need torch."""
+    if decode_config is not None:
         from replicas.disaggregated import DisaggregatedEngine
 
-        return DisaggregatedEngine.load(config)
+        return DisaggregatedEngine.load(config, decode_config=decode_config)
     from replicas.engine import Engine
 
     return Engine.load(config)
