@@ -17,7 +17,7 @@ from tests.unit.fake_backend import FakeBackend
 
 FIRST_TOKEN = 500
 NUM_OUTPUT = 6
-Moment = Literal["first chunk", "handed over", "begun", "first token", "decoding"]
+Moment = Literal["first chunk", "handed over", "overtaken", "begun", "first token", "decoding"]
 PREFILL_MOMENTS: tuple[Moment, ...] = ("first chunk", "handed over")
 DECODE_MOMENTS: tuple[Moment, ...] = ("begun", "first token", "decoding")
 Loss = type[ReplicaGone] | FinishReason
@@ -77,6 +77,8 @@ class PairBackend(FakeBackend):
             if self.is_decode_first:
                 computed.set()
                 await told.wait()
+                async for progress in self._lost_at("overtaken", replica_id, request):
+                    yield progress
             (only,) = _answer(request, len(request.output_ids), len(request.output_ids) + 1)
             yield only if only.finish_reason is not None else replace(only, finish_reason=FinishReason.HANDOFF)
         except ReplicaHung:

@@ -206,6 +206,16 @@ async def test_every_token_has_its_own_logprob(ask: Ask, backend: PairBackend, i
     check_all_ended(backend)
 
 
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+async def test_token_whose_logprob_is_lost_with_the_prefill_replica_is_computed_anew(ask: Ask, backend: PairBackend, loss: Loss) -> None:
+    backend.is_decode_first, backend.losses = True, {"overtaken": loss}
+    answer = await ask(replace(PARAMS, logprobs=0))
+    assert answer.tokens() == WHOLE
+    assert answer.logprobs() == [logprob(token_id) for token_id in WHOLE]
+    assert answer.record.recomputes == ["prefill_lost"]
+    check_all_ended(backend)
+
+
 async def test_first_token_that_differs_is_never_taken_back(ask: Ask, backend: PairBackend) -> None:
     backend.first_decoded = 999
     answer = await ask()
@@ -249,7 +259,7 @@ async def test_choice_present_at_a_second_death_in_its_prefill_runs_alone(ask: A
     assert [(request.is_alone, request.is_whole) for request in backend.routed] == [(False, False), (False, False), (True, True)]
     assert backend.routed[-1].excluded_replicas == {"d", "p"}
     assert backend.gone == ["d", "p"]
-    assert backend.sent[-1][0] == "d2"
+    assert backend.sent[-1][:2] == ("d2", "decode")
     assert not answer.record.recomputes, "it may not run beside others meanwhile"
     check_all_ended(backend)
 
