@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.local.ray_head import RAY_ENVIRONMENT
+from tests.integration.deployed import Deployed
 from tests.small_served_model import save_small_model
 
 APP = "manta"
@@ -19,17 +19,6 @@ MODEL = "tiny"
 CALLER_LEASE_S = 4.0
 
 os.environ.update(RAY_ENVIRONMENT)  # before any test module imports ray.serve, which reads them once
-
-
-@dataclass(frozen=True, slots=True)
-class Deployed:
-    """Where the application answers."""
-
-    port: int
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
 
 @pytest.fixture(scope="session")
@@ -75,4 +64,4 @@ def deployed(local_ray: int, tiny_model_dir: Path) -> Deployed:
         "gateway": {"num_replicas": 2},
     }
     serve.run(build(args), name=APP, route_prefix="/")
-    return Deployed(local_ray)
+    return Deployed(port=local_ray, app=APP, model=MODEL)

@@ -6,8 +6,7 @@ import asyncio
 import json
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -15,9 +14,9 @@ import openai
 import pytest
 import ray
 from openai import AsyncOpenAI
-from ray.serve.context import _get_global_client
 
-from tests.integration.conftest import APP, CALLER_LEASE_S, MODEL, Deployed
+from tests.integration.conftest import CALLER_LEASE_S, MODEL
+from tests.integration.deployed import Deployed, is_idle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -27,32 +26,8 @@ LONG = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}
 @pytest.fixture
 async def client(deployed: Deployed) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(base_url=f"{deployed.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        await wait_until(deployed, lambda model: len(model["replicas"]) == 2, timeout_s=60)
+        await deployed.wait_until(lambda model: len(model["replicas"]) == 2, timeout_s=60)
         yield made
-
-
-async def router_view(deployed: Deployed) -> dict[str, Any]:
-    async with httpx.AsyncClient() as http:
-        return (await http.get(f"{deployed.url}/debug/router", timeout=10)).json().get(MODEL, {"replicas": {}})
-
-
-async def wait_until(deployed: Deployed, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 10) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            view = await router_view(deployed)
-            if holds(view):
-                return
-        except (httpx.HTTPError, json.JSONDecodeError) as error:  # the router restarts
-            view = {"error": repr(error)}
-        assert time.monotonic() < deadline_s, json.dumps(view)
-        await asyncio.sleep(0.1)
-
-
-def is_idle(model: dict[str, Any]) -> bool:
-    return model["num_waiting"] == model["num_bookings"] == 0 and all(
-        replica["num_running"] == 0 and replica["num_free_blocks"] == replica["num_blocks"] for replica in model["replicas"].values()
-    )
 
 
 def kill_actor(name_contains: str) -> None:
@@ -62,12 +37,6 @@ def kill_actor(name_contains: str) -> None:
             ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]), no_restart=True)
             return
     raise AssertionError(f"no actor named like {name_contains}")
-
-
-def pid_of(deployment: str, replica_id: str | None = None) -> int:
-    """The process of one running replica of a deployment."""
-    details = _get_global_client().get_serve_details()["applications"][APP]["deployments"][deployment]["replicas"]
-    return next(each["pid"] for each in details if each["state"] == "RUNNING" and replica_id in (None, each["replica_id"]))
 
 
 async def complete(client: AsyncOpenAI, prompt: str, **options: Any) -> Any:
@@ -125,10 +94,10 @@ async def test_disconnect_frees_every_block(client: AsyncOpenAI, deployed: Deplo
     body = {"model": MODEL, "prompt": "endless", "max_tokens": 3000, "ignore_eos": True, "stream": stream}
     async with httpx.AsyncClient(timeout=60) as http:
         task = asyncio.create_task(http.post(f"{deployed.url}/v1/completions", json=body))
-        await wait_until(deployed, lambda model: any(replica["num_running"] for replica in model["replicas"].values()))
+        await deployed.wait_until(lambda model: any(replica["num_running"] for replica in model["replicas"].values()))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    await wait_until(deployed, is_idle, timeout_s=3)
+    await deployed.wait_until(is_idle, timeout_s=3)
 
 
 async def test_stop_string_ends_the_request_on_the_replica(client: AsyncOpenAI, deployed: Deployed) -> None:
@@ -137,7 +106,7 @@ async def test_stop_string_ends_the_request_on_the_replica(client: AsyncOpenAI, 
     stop = text[len(text) // 2 : len(text) // 2 + 3]
     cut = await complete(client, "The", temperature=0, stop=[stop], max_tokens=3000)
     assert cut.choices[0].text == text[: text.index(stop)]
-    await wait_until(deployed, is_idle, timeout_s=3)
+    await deployed.wait_until(is_idle, timeout_s=3)
 
 
 async def test_replica_killed_in_mid_stream_is_only_a_pause(client: AsyncOpenAI, deployed: Deployed) -> None:
@@ -145,12 +114,12 @@ async def test_replica_killed_in_mid_stream_is_only_a_pause(client: AsyncOpenAI,
     started = asyncio.Event()
     streams = [asyncio.create_task(streamed_text(client, "A long tale", started, **LONG)) for _ in range(4)]
     await started.wait()
-    await wait_until(deployed, lambda model: any(replica["num_running"] for replica in model["replicas"].values()))
-    view = await router_view(deployed)
+    await deployed.wait_until(lambda model: any(replica["num_running"] for replica in model["replicas"].values()))
+    view = await deployed.view()
     busy = next(replica_id for replica_id, replica in view["replicas"].items() if replica["num_running"])
     kill_actor(f"#{busy}")
     assert await asyncio.gather(*streams) == [expected] * 4
-    await wait_until(deployed, lambda model: busy not in model["replicas"] and len(model["replicas"]) == 2, timeout_s=60)
+    await deployed.wait_until(lambda model: busy not in model["replicas"] and len(model["replicas"]) == 2, timeout_s=60)
 
 
 async def test_replica_that_hangs_is_only_a_pause_and_holds_nothing_when_it_goes_on(client: AsyncOpenAI, deployed: Deployed) -> None:
@@ -158,26 +127,26 @@ async def test_replica_that_hangs_is_only_a_pause_and_holds_nothing_when_it_goes
     started = asyncio.Event()
     streams = [asyncio.create_task(streamed_text(client, "A long tale", started, **LONG)) for _ in range(4)]
     await started.wait()
-    await wait_until(deployed, lambda model: any(replica["num_running"] for replica in model["replicas"].values()))
-    busy = next(replica_id for replica_id, replica in (await router_view(deployed))["replicas"].items() if replica["num_running"])
-    pid = pid_of(f"replica-{MODEL}", busy)
+    await deployed.wait_until(lambda model: any(replica["num_running"] for replica in model["replicas"].values()))
+    busy = next(replica_id for replica_id, replica in (await deployed.view())["replicas"].items() if replica["num_running"])
+    pid = deployed.pid_of(f"replica-{MODEL}", busy)
     os.kill(pid, signal.SIGSTOP)
     try:
         assert await asyncio.gather(*streams) == [expected] * 4
-        assert (await router_view(deployed))["replicas"][busy]["is_fenced"]
+        assert (await deployed.view())["replicas"][busy]["is_fenced"]
     finally:
         os.kill(pid, signal.SIGCONT)
-    await wait_until(deployed, lambda model: is_idle(model) and len(model["replicas"]) == 2, timeout_s=60)
+    await deployed.wait_until(lambda model: is_idle(model) and len(model["replicas"]) == 2, timeout_s=60)
 
 
 async def test_gateway_killed_has_its_requests_cancelled(client: AsyncOpenAI, deployed: Deployed) -> None:
     started = [asyncio.Event() for _ in range(8)]
     streams = [asyncio.create_task(streamed_text(client, f"Tale {i}", started[i], **LONG)) for i in range(8)]
     await asyncio.gather(*(event.wait() for event in started))
-    os.kill(pid_of("gateway"), signal.SIGKILL)
+    os.kill(deployed.pid_of("gateway"), signal.SIGKILL)
     results = await asyncio.gather(*streams, return_exceptions=True)
     assert 0 < sum(isinstance(result, Exception) for result in results) < 8  # those of the other gateway went on
-    await wait_until(deployed, is_idle, timeout_s=CALLER_LEASE_S + 4)
+    await deployed.wait_until(is_idle, timeout_s=CALLER_LEASE_S + 4)
 
 
 async def test_explanation_of_an_answer_names_its_replica_and_every_cost(client: AsyncOpenAI, deployed: Deployed) -> None:
@@ -192,10 +161,10 @@ async def test_explanation_of_an_answer_names_its_replica_and_every_cost(client:
 
 
 async def test_idle_replica_killed_is_noticed_and_replaced(client: AsyncOpenAI, deployed: Deployed) -> None:
-    dead = next(iter((await router_view(deployed))["replicas"]))
+    dead = next(iter((await deployed.view())["replicas"]))
     kill_actor(f"#{dead}")
-    await wait_until(deployed, lambda model: dead not in model["replicas"], timeout_s=10)
-    await wait_until(deployed, lambda model: len(model["replicas"]) == 2, timeout_s=60)
+    await deployed.wait_until(lambda model: dead not in model["replicas"], timeout_s=10)
+    await deployed.wait_until(lambda model: len(model["replicas"]) == 2, timeout_s=60)
 
 
 async def test_router_killed_leaves_streams_alone_and_comes_back(client: AsyncOpenAI, deployed: Deployed) -> None:
@@ -207,7 +176,7 @@ async def test_router_killed_leaves_streams_alone_and_comes_back(client: AsyncOp
     answer = await complete(client, "after the router died", max_tokens=4)
     assert answer.usage.completion_tokens >= 1
     assert await stream == expected
-    await wait_until(deployed, lambda model: len(model["replicas"]) == 2, timeout_s=30)
+    await deployed.wait_until(lambda model: len(model["replicas"]) == 2, timeout_s=30)
 
 
 async def test_header_bytes_that_are_not_utf8_get_an_error_body(deployed: Deployed) -> None:

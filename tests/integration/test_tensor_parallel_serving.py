@@ -15,7 +15,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI
 
-from tests.integration.conftest import Deployed
+from tests.integration.deployed import Deployed
 
 logger = logging.getLogger(__name__)
 
