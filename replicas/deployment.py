@@ -29,7 +29,7 @@ from replicas.parallel.channel import RankAddress
 from replicas.parallel.launcher import LaunchedRank
 from replicas.reporter import ReplicaIdentity, Reporter, report_interval_s
 from replicas.request import GenerationRequest, RequestProgress, StepOutput
-from replicas.stats import ReplicaReport, ReportReply
+from replicas.stats import ReplicaReport, ReplicaStats, ReportReply
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +140,10 @@ class ReplicaDeployment:
         async with aclosing(self._engine.generate(request)) as stream:
             async for progress in stream:
                 yield progress
+
+    async def stats(self) -> ReplicaStats:
+        """What the next report would say of its load and work."""
+        return self._engine.stats()
 
     async def cancel(self, request_id: str) -> int:
         """Cancels every choice of a request; returns how many were running."""
