@@ -53,6 +53,7 @@ bench: dev-environment
 
 chaos: dev-environment
 	$(PY) -m tests.chaos --rounds $(ROUNDS)
+	$(PY) -m tests.chaos --pools --rounds $(ROUNDS) --tokens 150
 	$(PY) -m tests.chaos.nodes
 
 soak: dev-environment

@@ -43,7 +43,8 @@ class Setting:
     golden_long: Sequence[Stream]
 
     def load(self) -> Load:
-        return Load(self.cluster.url, len(self.golden), self.golden[0].max_tokens, self.golden)
+        first = self.golden[0]
+        return Load(self.cluster.url, len(self.golden), first.max_tokens, self.golden, first.num_prompt_repeats)
 
     def long_load(self) -> Load:
         return Load(self.cluster.url, len(self.golden_long), self.golden_long[0].max_tokens, self.golden_long)
@@ -56,14 +57,14 @@ async def kill_replica(setting: Setting) -> Round:
     """kill -9 of a random replica: a pause, and nothing lost."""
 
     async def harm() -> None:
-        os.kill(await _random_pid(setting, REPLICA), signal.SIGKILL)
+        os.kill(await random_pid(setting, REPLICA), signal.SIGKILL)
 
     return await _disturb("kill a replica", setting, setting.load(), harm)
 
 
 async def hang_replica(setting: Setting) -> Round:
     """SIGSTOP of a random replica until all streams have ended: they end without it. Then it goes on, and holds nothing."""
-    pid = await _random_pid(setting, REPLICA)
+    pid = await random_pid(setting, REPLICA)
 
     async def harm() -> None:
         os.kill(pid, signal.SIGSTOP)
@@ -79,7 +80,7 @@ async def kill_router(setting: Setting) -> Round:
     answers: list[asyncio.Task[int]] = []
 
     async def harm() -> None:
-        os.kill(await _random_pid(setting, ROUTER), signal.SIGKILL)
+        os.kill(await random_pid(setting, ROUTER), signal.SIGKILL)
         answers.extend(asyncio.create_task(_short_answer(setting.cluster.url)) for _ in range(4))
 
     found = await _disturb("kill the router", setting, setting.load(), harm)
@@ -92,8 +93,8 @@ async def kill_router_and_replica(setting: Setting) -> Round:
     """Both at once: streams of the replica wait until there is a router again."""
 
     async def harm() -> None:
-        os.kill(await _random_pid(setting, ROUTER), signal.SIGKILL)
-        os.kill(await _random_pid(setting, REPLICA), signal.SIGKILL)
+        os.kill(await random_pid(setting, ROUTER), signal.SIGKILL)
+        os.kill(await random_pid(setting, REPLICA), signal.SIGKILL)
 
     return await _disturb("kill router and replica", setting, setting.load(), harm)
 
@@ -105,7 +106,7 @@ async def kill_gateway(setting: Setting) -> Round:
     async with setting.load() as load:
         await load.wait_begun()
         harmed_s = time.monotonic()
-        os.kill(await _random_pid(setting, GATEWAY), signal.SIGKILL)
+        os.kill(await random_pid(setting, GATEWAY), signal.SIGKILL)
         freed_s: float | None = None
         while not load.is_ended:
             num_alive = sum(stream.error is None and stream.finish_reason is None for stream in load.streams)
@@ -132,7 +133,7 @@ async def hang_gateway(setting: Setting) -> Round:
     """SIGSTOP of a gateway: within its lease what it ran is cancelled everywhere. When it goes on, so do its streams."""
     found = Round(scenario="hang a gateway")
     start_s = time.monotonic()
-    pid = await _random_pid(setting, GATEWAY)
+    pid = await random_pid(setting, GATEWAY)
     async with setting.long_load() as load:
         await load.wait_begun()
         harmed_s = time.monotonic()
@@ -153,7 +154,7 @@ async def hang_gateway(setting: Setting) -> Round:
         finally:
             _signal(pid, signal.SIGCONT)
         await load.wait_ended()
-    found = await _finish(found, setting, load, harmed_s, start_s)
+    found = await finish(found, setting, load, harmed_s, start_s)
     found.pauses_s = [stream.longest_gap_s(harmed_s) for stream in moving if stream.is_whole]  # the others stood still themselves
     return found
 
@@ -201,10 +202,11 @@ async def _disturb(
         await harm()
         await load.wait_ended()
     heal()
-    return await _finish(found, setting, load, harmed_s, start_s)
+    return await finish(found, setting, load, harmed_s, start_s)
 
 
-async def _finish(found: Round, setting: Setting, load: Load, harmed_s: float, start_s: float) -> Round:
+async def finish(found: Round, setting: Setting, load: Load, harmed_s: float, start_s: float, idle_s: float = 20.0) -> Round:
+    """What the clients of `load` saw, and whether everything is given back within `idle_s`."""
     found.num_streams = len(load.streams)
     found.faults += load.faults()
     last_s = max((stream.arrivals_s[-1] for stream in load.streams if stream.arrivals_s), default=0.0)
@@ -212,14 +214,14 @@ async def _finish(found: Round, setting: Setting, load: Load, harmed_s: float, s
         found.faults.append("every stream had ended before the harm: nothing was tried")
     found.pauses_s = [stream.longest_gap_s(harmed_s) for stream in load.streams if stream.is_whole]
     try:
-        await setting.cluster.wait_idle()
+        await setting.cluster.wait_idle(idle_s)
     except TimeoutError as error:
         found.faults.append(f"something is still held: {error}")
     found.duration_s = time.monotonic() - start_s
     return found
 
 
-async def _random_pid(setting: Setting, deployment: str) -> int:
+async def random_pid(setting: Setting, deployment: str) -> int:
     pids = await setting.cluster.pids(deployment)
     return pids[setting.dice.choice(sorted(pids))]
 

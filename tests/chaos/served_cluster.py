@@ -33,11 +33,18 @@ class Layout:
     """What runs."""
 
     num_replicas: int = 3
+    pools: Mapping[str, int] = field(default_factory=dict)
+    """Replicas of each role, in place of `num_replicas` unified ones."""
     num_gateways: int = 2
     drain_s: float = 4.0
     engine: Mapping[str, Any] = field(default_factory=dict)
     router: Mapping[str, Any] = field(default_factory=dict)
     is_default_model: bool = False
+
+    @property
+    def deployments(self) -> dict[str, int]:
+        """Those of the model's replicas, and how many each has."""
+        return {f"{REPLICA}-{role}": num for role, num in self.pools.items()} or {REPLICA: self.num_replicas}
 
 
 class ServedCluster:
@@ -123,7 +130,9 @@ class ServedCluster:
         self.num_wanted = num_replicas
 
     async def _is_ready(self, view: dict[str, Any]) -> bool:
-        replicas = await self.pids(REPLICA)
+        replicas: dict[str, int] = {}
+        for deployment in self._layout.deployments:
+            replicas |= await self.pids(deployment)
         return (
             len(replicas) == self.num_wanted
             and set(view.get("replicas", {})) == set(replicas)
@@ -159,15 +168,17 @@ class ServedCluster:
             )
         if done.returncode != 0:
             raise RuntimeError(f"{arguments[0]} failed: {log.read_text()[-2000:]}")
-        self.num_wanted = self._layout.num_replicas
+        self.num_wanted = sum(self._layout.deployments.values())
 
     def _config(self, num_replicas: int) -> dict[str, Any]:
         layout = self._layout
         engine = {"max_num_seqs": 64, "num_threads": 1, **layout.engine}
         if not layout.is_default_model:
             engine = {"model": str(self._folder / "model"), "dtype": "float32", "kv_cache_bytes": 64 * 2**20, **engine}
+        numbers = {role: {"num_replicas": num} for role, num in layout.pools.items()}
+        model = {"mode": "disaggregated", **numbers} if layout.pools else {"num_replicas": layout.num_replicas}
         args = {
-            "models": [{"name": MODEL, "num_replicas": layout.num_replicas, "num_cpus": 0.2, "drain_s": layout.drain_s, "engine": engine}],
+            "models": [{"name": MODEL, "num_cpus": 0.2, "drain_s": layout.drain_s, "engine": engine, **model}],
             "router": {**layout.router, "seed": self._num_redeploys},
             "gateway": {"num_replicas": layout.num_gateways, "drain_s": 300.0},
         }

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import httpx
 
 from tests.chaos.served_cluster import MODEL
+
+REPEATED = " there was a river, and a house beside the river,"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +22,8 @@ class Stream:
 
     index: int
     max_tokens: int
+    num_prompt_repeats: int = 0
+    """Of a sentence behind the prompt, about a dozen tokens each."""
     body: dict[str, object] = field(default_factory=dict)
     text: str = ""
     num_tokens: int = 0
@@ -42,7 +46,7 @@ class Stream:
     async def run(self, http: httpx.AsyncClient, url: str) -> Stream:
         body = {
             "model": MODEL,
-            "prompt": f"Tale number {self.index}, in which nothing is lost:",
+            "prompt": f"Tale number {self.index}, in which nothing is lost:" + REPEATED * self.num_prompt_repeats,
             "max_tokens": self.max_tokens,
             "ignore_eos": True,
             "seed": 1000 + self.index,
@@ -84,11 +88,12 @@ class Stream:
 class Load:
     """Some streams at once. `golden` are the same streams as they end when nothing is disturbed."""
 
-    def __init__(self, url: str, num_streams: int, max_tokens: int, golden: Sequence[Stream] = ()) -> None:
-        self.streams = [Stream(index=index, max_tokens=max_tokens) for index in range(num_streams)]
+    def __init__(self, url: str, num_streams: int, max_tokens: int, golden: Sequence[Stream] = (), num_prompt_repeats: int = 0) -> None:
+        self.streams = [Stream(index=index, max_tokens=max_tokens, num_prompt_repeats=num_prompt_repeats) for index in range(num_streams)]
         self._golden = golden
         self._url = url
         self._tasks: list[asyncio.Task[Stream]] = []
+        self._left: set[int] = set()
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(300.0), limits=httpx.Limits(max_connections=None))
 
     async def __aenter__(self) -> Load:
@@ -101,22 +106,32 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.aclose()
 
-    async def wait_begun(self) -> None:
-        """Returns when every stream has brought something, or ended."""
-        while not all(stream.arrivals_s or task.done() for stream, task in zip(self.streams, self._tasks, strict=True)):
+    async def wait_begun(self, num_streams: int | None = None) -> None:
+        """Returns when so many streams, or all, have brought something, or ended."""
+        wanted = len(self.streams) if num_streams is None else num_streams
+        while sum(bool(stream.arrivals_s) or task.done() for stream, task in zip(self.streams, self._tasks, strict=True)) < wanted:
             await asyncio.sleep(0.02)
+
+    def hang_up(self, indices: Collection[int]) -> None:
+        """Their clients leave in the middle: nothing more is expected of these streams."""
+        for index in indices:
+            self._left.add(index)
+            self._tasks[index].cancel()
 
     @property
     def is_ended(self) -> bool:
         return all(task.done() for task in self._tasks)
 
     async def wait_ended(self) -> list[Stream]:
-        return list(await asyncio.gather(*self._tasks))
+        """All whose clients stayed."""
+        return list(await asyncio.gather(*(task for index, task in enumerate(self._tasks) if index not in self._left)))
 
     def faults(self) -> list[str]:
         """What differs from the golden streams; nothing when all is as it should be."""
         found = []
         for stream, golden in zip(self.streams, self._golden, strict=False):
+            if stream.index in self._left:
+                continue
             if not stream.is_whole:
                 found.append(f"stream {stream.index} broke after {len(stream.text)} characters: {stream.error or 'no ending'}")
             elif stream.text != golden.text or stream.num_tokens != golden.num_tokens:
@@ -127,9 +142,9 @@ class Load:
         return found
 
 
-async def golden_streams(url: str, num_streams: int, max_tokens: int) -> list[Stream]:
+async def golden_streams(url: str, num_streams: int, max_tokens: int, num_prompt_repeats: int = 0) -> list[Stream]:
     """Raises RuntimeError when even undisturbed streams break."""
-    async with Load(url, num_streams, max_tokens) as load:
+    async with Load(url, num_streams, max_tokens, num_prompt_repeats=num_prompt_repeats) as load:
         streams = await load.wait_ended()
     broken = [stream.error for stream in streams if not stream.is_whole or stream.num_tokens != max_tokens]
     if broken:
