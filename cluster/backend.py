@@ -64,6 +64,10 @@ class Backend(Protocol):
         """
         ...
 
+    async def wait_hung(self, replica_id: str) -> None:
+        """Returns once the router has fenced the replica; for one that is well, never."""
+        ...
+
     def release(self, request_id: str, num_output_tokens: int) -> None:
         """The request has ended, was cancelled or never got its decision. Does not block; unknown ids are ignored."""
         ...

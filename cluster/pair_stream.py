@@ -61,7 +61,8 @@ class PairStream:
 
     The decode replica gets the choice with the handoff, as soon as that is there, and pulls while the other still computes. When
     the prefill replica is lost before, it gets the choice without one, behind what is in the journal, as a higher attempt; when
-    it is lost later, the decode replica notices by itself and goes on, unless the other hangs, which breaks no link.
+    it is lost later, the decode replica notices by itself and goes on, unless the other hangs: that breaks no link, so this waits for
+    it too until the decode replica has a token.
     """
 
     def __init__(self, backend: Backend, model: str, decision: Decision, journal: StreamJournal, events: PairEvents) -> None:
@@ -74,6 +75,7 @@ class PairStream:
         self._merge = PairedProgress(self._request)
         self._prefill: _Side | None = None
         self._decode: _Side | None = None
+        self._hang: asyncio.Task[None] | None = None  # ends when the prefill replica hangs, which has ended its part, with KV still there
         self._resend_reason: RecomputeReason | None = None
 
     async def progress(self) -> AsyncGenerator[RequestProgress, None]:
@@ -97,11 +99,15 @@ class PairStream:
     async def _next(self) -> RequestProgress | None:
         """One message of either side, waited for; None when it tells nothing new."""
         sides = [side for side in (self._prefill, self._decode) if side is not None and not side.is_over]
-        if len(sides) > 1:
-            await asyncio.wait([side.ask() for side in sides], return_when=asyncio.FIRST_COMPLETED)
+        if len(sides) > 1 or self._hang is not None:
+            watched = [] if self._hang is None else [self._hang]
+            await asyncio.wait([*(side.ask() for side in sides), *watched], return_when=asyncio.FIRST_COMPLETED)
         if self._prefill is not None and (len(sides) == 1 or self._prefill.has_answer):
             return await self._take_prefill(self._prefill)
         assert self._decode is not None, "whoever loses the prefill side begins the decode side"
+        if self._hang is not None and not self._decode.has_answer:
+            await self._lose_prefill(ReplicaHung(self._prefill_id, "it hangs with KV that was not taken"))
+            return None
         return await self._take_decode(self._decode)
 
     async def _take_prefill(self, side: _Side) -> RequestProgress | None:
@@ -117,6 +123,8 @@ class PairStream:
         is_answered = told is not None and told.finish_reason is not None
         if item.handoff is not None and self._decode is None and not is_answered and not self._ends_with_its_first_token:
             self._decode = self._open(self._decode_id, self._decode_role, replace(self._request, handoff=item.handoff))
+        if self._prefill is None and self._decode is not None and not is_answered and not self._merge.has_decoded:
+            self._hang = asyncio.create_task(self._backend.wait_hung(self._prefill_id))
         return told
 
     async def _good_message(self, side: _Side) -> RequestProgress:
@@ -135,10 +143,13 @@ class PairStream:
         if item is None:
             raise ReplicaLeft(self._decode_id, "its stream ended early")
         told = self._merge.take_decode(item)
+        if self._merge.has_decoded:
+            self._stop_watching()
         self._resend_reason = self._merge.resend_reason
         return told
 
     async def _lose_prefill(self, error: ReplicaGone) -> None:
+        self._stop_watching()
         await self._end_prefill()
         self._events.prefill_lost(error)
         self._merge.lose_prefill()
@@ -153,6 +164,7 @@ class PairStream:
             request.request_id, request.choice, reason, self._decode_id, self._journal.num_tokens,
         )  # fmt: skip
         self._events.recomputes(reason)
+        self._stop_watching()
         await self._end_prefill()
         if self._decode is not None:
             await self._decode.close()
@@ -179,7 +191,13 @@ class PairStream:
             finally:
                 self._events.prefill_ended()
 
+    def _stop_watching(self) -> None:
+        if self._hang is not None:
+            self._hang.cancel()
+            self._hang = None
+
     async def _close(self) -> None:
+        self._stop_watching()
         if self._decode is not None:
             self._decode.cancel()
         try:

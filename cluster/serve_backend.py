@@ -115,6 +115,15 @@ class ServeBackend:
             if not is_finished:
                 stream.cancel()
 
+    async def wait_hung(self, replica_id: str) -> None:
+        if replica_id in self._fenced:
+            return
+        try:
+            async with self._interrupts.guard(replica_id):
+                await asyncio.Event().wait()
+        except Interrupted:
+            return
+
     def release(self, request_id: str, num_output_tokens: int) -> None:
         self._notify(lambda: self._router.release.remote(request_id, num_output_tokens), f"end of {request_id}")
 

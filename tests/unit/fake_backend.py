@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -20,6 +22,8 @@ class FakeBackend:
         self.gone: list[str] = []
         self.released: list[str] = []
         self.prefills_released: list[str] = []
+        self.hung: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """Set for a replica that the router has fenced."""
 
     @property
     def acquired(self) -> list[str]:
@@ -41,6 +45,9 @@ class FakeBackend:
         for progress in ():
             yield progress
         raise ReplicaLeft(replica_id, "it drains")
+
+    async def wait_hung(self, replica_id: str) -> None:
+        await self.hung[replica_id].wait()
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
         self.released.append(request_id)

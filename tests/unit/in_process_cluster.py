@@ -79,6 +79,9 @@ class InProcessBackend:
         finally:
             await stream.aclose()
 
+    async def wait_hung(self, replica_id: str) -> None:
+        await asyncio.Event().wait()
+
     def release(self, request_id: str, num_output_tokens: int) -> None:
         self._router.release(request_id, num_output_tokens)
 

@@ -38,6 +38,8 @@ class PairBackend(FakeBackend):
         self.is_decode_first = False
         """The decode replica's message with the first token arrives before the prefill replica's."""
         self.first_decoded = FIRST_TOKEN
+        self.can_take_over = True
+        """Else a decode replica waits for ever for what a prefill replica has offered."""
         self.rejects_prefills = False
         self.sent: list[tuple[str, Role, GenerationRequest]] = []
         self.num_open: Counter[str] = Counter()
@@ -93,7 +95,7 @@ class PairBackend(FakeBackend):
             yield progress
         position = len(request.output_ids)
         if request.handoff is not None:
-            await self._computed[request.key].wait()
+            await (self._computed[request.key] if self.can_take_over else asyncio.Event()).wait()
             (first,) = _answer(request, position, position + 1)
             is_handed = self.is_decode_first
             yield replace(

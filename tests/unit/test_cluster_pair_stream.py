@@ -114,6 +114,36 @@ async def test_lost_prefill_replica_is_replaced_by_the_decode_replica(ask: Ask, 
     check_all_ended(backend)
 
 
+async def test_prefill_replica_that_hangs_before_its_kv_is_taken_is_not_waited_for(ask: Ask, backend: PairBackend) -> None:
+    backend.can_take_over = False
+    reader = ask(replace(PARAMS, logprobs=0))
+    async with asyncio.timeout(5):
+        while not backend.prefills_released:
+            await asyncio.sleep(0)
+    backend.hung["p"].set()
+    answer = await reader
+    assert answer.tokens() == WHOLE
+    assert answer.logprobs() == [logprob(token_id) for token_id in WHOLE]
+    assert answer.record.recomputes == ["prefill_lost"]
+    again = sent_to(backend, "d")[-1]
+    assert (again.output_ids, again.attempt, again.handoff) == ((FIRST_TOKEN,), 1, None)
+    assert not backend.gone
+    check_all_ended(backend)
+
+
+async def test_prefill_replica_that_hangs_after_its_kv_was_taken_is_of_no_concern(ask: Ask, backend: PairBackend) -> None:
+    backend.pause_at = "first token"
+    reader = ask()
+    await backend.is_paused.wait()
+    backend.hung["p"].set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert [target for target, _, _ in backend.sent] == ["p", "d"]
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    check_all_ended(backend)
+
+
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss is not FinishReason.FAILED], ids=str)
 @pytest.mark.parametrize("moment", DECODE_MOMENTS)
 async def test_lost_decode_replica_costs_a_new_decision(ask: Ask, backend: PairBackend, moment: Moment, loss: Loss) -> None:

@@ -163,6 +163,17 @@ async def test_stream_of_another_replica_goes_on(backend: ServeBackend, router: 
     await asyncio.gather(following, return_exceptions=True)
 
 
+async def test_wait_for_a_hang_ends_with_the_fence_of_that_replica(backend: ServeBackend, router: _Router) -> None:
+    waits = [asyncio.ensure_future(backend.wait_hung(replica_id)) for replica_id in ("r", "other")]
+    await asyncio.sleep(0)
+    router.fences.set(frozenset({"r"}))
+    async with asyncio.timeout(1):
+        await waits[0]
+        await backend.wait_hung("r")
+    assert not waits[1].done()
+    waits[1].cancel()
+
+
 async def test_lease_requests_and_decisions_are_under_one_name(backend: ServeBackend, router: _Router, replicas: _Replicas) -> None:
     await backend.acquire(RoutingRequest(request_id="a", model="m", num_prompt_tokens=1, max_tokens=1))
     stream = backend.generate("m", "r", REQUEST)
