@@ -12,7 +12,9 @@ Mode = Literal["unified", "disaggregated"]
 PlacementStrategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 SomeEngineKeys = Annotated[Mapping[str, Any], EngineConfig]
 """Some of the engine's settings, by their names."""
-SAME_IN_BOTH_POOLS = ("model", "dtype", "max_model_len", "block_size", "quantization", "trust_remote_code", "weights_version")
+SAME_IN_BOTH_POOLS = (
+    "model", "dtype", "max_model_len", "block_size", "quantization", "trust_remote_code", "weights_version", "kv_transfer",
+)  # fmt: skip
 """Settings of the engine that decide what a request means, or whether KV can be handed over."""
 
 

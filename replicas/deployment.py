@@ -120,9 +120,11 @@ class ReplicaDeployment:
         else:
             self._claim.pin_thread()
             logger.info("computes on cores %s", ", ".join(map(str, self._claim.cores)))
-        from replicas.engine import Engine
+        from replicas.engine_loader import load_engine
+        from replicas.handoff_wiring import RemoteWiring
 
-        engine = Engine.load(self._config, self._launcher)
+        wiring = None if self._config.role == "unified" else RemoteWiring(extra_transports=(object_store_transport,))
+        engine = load_engine(self._config, wiring, self._launcher)
         self._description = engine.description
         self._check_ranks = engine.check_ranks
         return engine
@@ -268,7 +270,7 @@ class _RankActor:
             claim.pin_thread()
         from replicas.parallel.rank_process import run_rank
 
-        run_rank(address)
+        run_rank(address, extra_transports=(object_store_transport,))
 
 
 class _RayRank:

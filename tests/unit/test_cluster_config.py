@@ -57,7 +57,7 @@ def test_pools_take_from_the_model_what_they_do_not_set() -> None:
     args = _disaggregated(
         num_cpus=2,
         engine={"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 512, "parallel": parallel},
-        prefill={"num_replicas": 2, "engine": {"num_threads": 2, "parallel": {"rank_deadline_s": 5}}},
+        prefill={"num_replicas": 2, "engine": {"tensor_parallel_size": 2, "parallel": {"rank_deadline_s": 5}}},
         decode={"num_cpus": 0.5, "placement_strategy": "PACK", "engine": {"max_num_seqs": 64, "max_num_batched_tokens": None}},
     )
     (model,) = read_config(args).models
@@ -70,7 +70,7 @@ def test_pools_take_from_the_model_what_they_do_not_set() -> None:
         role="prefill",
         max_num_seqs=8,
         max_num_batched_tokens=512,
-        num_threads=2,
+        tensor_parallel_size=2,
         parallel=ParallelConfig(backend="gloo", rank_deadline_s=5),
     )
     assert decode.engine == replace(shared, role="decode", max_num_seqs=64)
@@ -146,13 +146,17 @@ def test_shipped_config_is_valid(path: str) -> None:
                 _disaggregated(decode={"engine": {key: value}}),
                 f"args: models[0].decode.engine.{key} must be the same in both pools; set it in the model's own engine section instead",
             )
-            for key, value in (("model", None), ("dtype", "float32"), ("block_size", 8), ("max_model_len", 9), ("weights_version", "2"))
+            for key, value in (("model", None), ("dtype", "float32"), ("block_size", 8), ("max_model_len", 9), ("kv_transfer", "auto"))
         ),
         (_disaggregated(decode={"num_replicas": 0}), "args: models[0].decode.num_replicas must be at least 1, got 0"),
         (_disaggregated(prefill={"engine": {"max_num_seqs": 0}}), "args: models[0].prefill.engine.max_num_seqs must be at least 1, got 0"),
         (
             _disaggregated(prefill={"engine": {"max_num_seqs": "x"}}),
             "args: models[0].prefill.engine.max_num_seqs: input should be a valid integer",
+        ),
+        (
+            _disaggregated(decode={"num_cpus": 0, "engine": {"tensor_parallel_size": 2}}),
+            "args: models[0].decode.num_cpus or num_gpus must be above 0 for each rank",
         ),
         (_disaggregated(decode={"num_cpus": -1}), "args: models[0].decode.num_cpus and num_gpus must be at least 0, got -1.0 and 0.0"),
     ],
