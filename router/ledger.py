@@ -102,6 +102,13 @@ class BookingLedger:
                 found[request_id] = None
         return list(found)
 
+    def postpone(self, now_s: float) -> None:
+        """What its pair's prefill still holds back has not reached its replica, however late it is."""
+        for request_id in self._prefills:
+            booking = self._running.get(request_id)
+            if booking is not None and booking.arrives_s < now_s:
+                booking.arrives_s = now_s
+
     def match_pending(self, keys: tuple[BlockKey, ...]) -> dict[str, int]:
         """Leading blocks of `keys` that bookings on each replica share; replicas without any are left out."""
         return self._pending.match(keys)

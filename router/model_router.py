@@ -348,6 +348,7 @@ class ModelRouter:
         self._ledger.drop_replica(replica_id)
 
     def _expire(self, now_s: float) -> None:
+        self._ledger.postpone(now_s)
         for replica in self._pools:
             for booking in replica.expire(now_s, self._config.booking_expiry_s):
                 logger.warning("request %s: no report of %s shows it; its booking expired", booking.request.request_id, replica.replica_id)

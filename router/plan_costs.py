@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import hypot
+from statistics import fmean
 from typing import NamedTuple
 
 from router.policies import num_requests
@@ -54,8 +56,9 @@ class PlanCosts:
     - A pair: the prefill replica's usual cost without decoding, then what the handoff holds the second token up, and the
       decode replica's crowding. Transfer hides behind the prefill, and only what is left of it counts; blocks that the decode
       replica holds do not move.
-    - A decode replica alone: the usual cost, with the slow-down of everything that decodes there. So a short uncached part
-      is computed there, a long one is not; where the line lies follows from measured rates, load and caches of both sides.
+    - A decode replica alone: the usual cost, with what its prefill adds to the steps of everything that decodes there: little
+      while it fits beside the reading of weights and KV, all of it when it is long. So a short uncached part is computed
+      there, a long one is not; where the line lies follows from measured rates, load and caches of both sides.
     - A prefill replica alone: the usual cost, and on top each second of the answer, which the next prompts will hold up. That
       is cheaper only while the decode pool is behind by about as long as an answer takes.
     """
@@ -69,8 +72,9 @@ class PlanCosts:
         first_prices = costs.prices(snapshot.prefill)
         # A computed token is missing in the next burst wherever it is computed: it has one price.
         prices = costs.prices(snapshot.replicas)._replace(token_s=first_prices.token_s)
-        plans = [self._alone(request, replica, snapshot.now_s, prices) for replica in snapshot.replicas]
-        plans += [self._alone(request, replica, snapshot.now_s, first_prices) for replica in snapshot.prefill]
+        decode_step_s = fmean([replica.stats.decode_step_s or 0.0 for replica in snapshot.replicas])
+        plans = [self._alone(request, replica, snapshot.now_s, prices, decode_step_s) for replica in snapshot.replicas]
+        plans += [self._alone(request, replica, snapshot.now_s, first_prices, decode_step_s) for replica in snapshot.prefill]
         decodes = [self._decode(request, replica) for replica in snapshot.replicas if replica.role == "decode"]
         if request.is_whole or not decodes:
             return plans
@@ -82,21 +86,28 @@ class PlanCosts:
             shown.add((column.index(min(column)), number))
         return plans + [_pair(prefills[first], decodes[second], costs_by_pair[first][second]) for first, second in sorted(shown)]
 
-    def _alone(self, request: RoutingRequest, replica: ReplicaSnapshot, now_s: float, prices: PoolPrices) -> Plan:
+    def _alone(self, request: RoutingRequest, replica: ReplicaSnapshot, now_s: float, prices: PoolPrices, decode_step_s: float) -> Plan:
         costs = self._costs
         num_outputs = costs.num_outputs(request)
+        if replica.role == "decode":  # what it expects comes from prefill replicas, too late for a request that starts now
+            replica = replica._replace(num_pending_blocks=replica.num_cached_blocks)
         score = costs.score(request, replica, now_s, num_outputs, prices, costs.due_s(request))
         step_s = replica.stats.decode_step_s or 0.0
-        if replica.role == "prefill":
-            added = ("misplaced", costs.weights.misplaced * num_outputs * step_s)
-        else:
-            added = ("crowding", self._crowding_s(request, replica, num_outputs))
         terms = dict(score.terms)
+        ready_s = terms["wait"] + terms["prefill"] + terms["pending"]
+        if replica.role == "prefill":
+            # one answer alone has short steps for now: no reason to think that they stay shorter than where many decode
+            terms["misplaced"] = costs.weights.misplaced * num_outputs * max(step_s, decode_step_s)
+        else:
+            terms["crowding"] = self._crowding_s(request, replica, num_outputs)
+        if replica.role == "decode":
+            computed_s = terms["prefill"] + terms["pending"]
+            terms["slowdown"] = costs.weights.interference * replica.stats.num_running * (hypot(step_s, computed_s) - step_s)
         return Plan(
             computes=replica,
             runs=replica,
-            score=CandidateScore(replica.replica_id, score.cost + added[1], (*score.terms, added)),
-            ttft_s=terms["wait"] + terms["prefill"] + terms["pending"] + step_s,
+            score=CandidateScore(replica.replica_id, sum(terms.values()), tuple(terms.items())),
+            ttft_s=ready_s + step_s,
         )
 
     def _prefill(self, request: RoutingRequest, replica: ReplicaSnapshot, now_s: float, prices: PoolPrices) -> _Prefill:

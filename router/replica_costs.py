@@ -33,6 +33,9 @@ class ScoringWeights:
     """A second of prefill that blocks booked but not reported yet are expected to save."""
     decode: float = 0.25
     """A second that the answer takes longer because the replica's decode step is slower."""
+    interference: float = 4.0
+    """A second by which prefill in the decode pool stretches steps there, for each request that decodes beside it: the pool is
+    there so that nothing holds answers up. At 0.25, as in `slowdown`, half of the long prompts went there under load."""
     misplaced: float = 1.0
     """A second that the answer takes when it is decoded in the prefill pool, whose next prompts will hold it up. Only with pools."""
     balance: float = 0.1

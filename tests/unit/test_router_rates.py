@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from replicas.stats import ReplicaStats
-from router.rates import DrainRate, RateModel, Rates
+from router.rates import DrainRate, PoolRates, RateModel, Rates
 
 PRIOR = Rates(prefill_tokens_per_s=4_000.0, decode_step_s=0.03)
 
@@ -53,3 +53,25 @@ def test_drain_rate_counts_only_backlogged_time() -> None:
     assert drain.tokens_per_s(otherwise=123.0) == pytest.approx(500.0)
     drain.observe(12.0, 100, is_backlogged=False)
     assert drain.tokens_per_s(otherwise=123.0) == pytest.approx(500.0 + 0.3 * (100.0 - 500.0))
+
+
+def test_pool_rates_decode_replicas_are_as_fast_as_the_prefill_pool_unless_measured_to_be_faster() -> None:
+    rates = PoolRates(PRIOR)
+    rates.observe("d", "decode", ReplicaStats(prefill_tokens_per_s=300.0, decode_step_s=0.02, transfer_tokens_per_s=9e5))
+    assert rates.rates("d", "decode") == Rates(prefill_tokens_per_s=300.0, decode_step_s=0.02, transfer_tokens_per_s=9e5)
+    rates.observe("p", "prefill", ReplicaStats(prefill_tokens_per_s=8_000.0))
+    assert rates.rates("d", "decode").prefill_tokens_per_s == 8_000.0
+    rates.observe("fast", "decode", ReplicaStats(prefill_tokens_per_s=9_000.0))
+    assert rates.rates("fast", "decode").prefill_tokens_per_s == 9_000.0
+
+
+def test_pool_rates_what_a_pool_has_not_measured_is_taken_from_the_other() -> None:
+    rates = PoolRates(PRIOR)
+    rates.observe("d", "decode", ReplicaStats(decode_step_s=0.02))
+    rates.observe("p", "prefill", ReplicaStats(prefill_tokens_per_s=8_000.0))
+    assert rates.rates("p", "prefill").decode_step_s == 0.02
+    assert rates.rates("new", "decode").prefill_tokens_per_s == 8_000.0
+    assert rates.rates("new", "unified") == PRIOR, "a unified replica is of neither"
+    assert rates.typical_prefill_tokens_per_s("prefill") == 8_000.0
+    rates.forget("p")
+    assert rates.rates("p", "prefill").prefill_tokens_per_s == PRIOR.prefill_tokens_per_s
