@@ -205,6 +205,20 @@ async def test_killed_side_is_only_a_pause(client: AsyncOpenAI, unified: AsyncOp
     await pools.wait_until(lambda model: len(model["replicas"]) == 2 and is_idle(model), timeout_s=RECOVERED_S)
 
 
+async def test_prefill_replica_that_hangs_is_only_a_pause(client: AsyncOpenAI, unified: AsyncOpenAI, pools: Deployed) -> None:
+    prompts = [f"hung {index} {LONG_PROMPT}" for index in range(3)]
+    expected = await asyncio.gather(*(_streamed(unified, prompt, asyncio.Event(), 100) for prompt in prompts))
+    pid = pools.pid_of(PREFILL)
+    streams = [asyncio.create_task(_streamed(client, prompt, asyncio.Event(), 100)) for prompt in prompts]
+    await pools.wait_until(_runs_in("prefill"))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert await asyncio.gather(*streams) == expected
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await pools.wait_until(lambda model: len(model["replicas"]) == 2 and is_idle(model), timeout_s=RECOVERED_S)
+
+
 @pytest.mark.parametrize("moment", ["prefill", "decode"])
 async def test_client_that_leaves_frees_both_sides_within_a_lease(client: AsyncOpenAI, pools: Deployed, moment: str) -> None:
     body = {"model": MODEL, "prompt": f"{moment} {LONG_PROMPT}", "max_tokens": 1500, "ignore_eos": True, "stream": True}
