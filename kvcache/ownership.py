@@ -54,6 +54,10 @@ class Transfers(ABC):
     def renew(self, ref: TransferRef) -> bool:
         """Keeps the transfer open for one lease from now. False when it is closed or unknown."""
 
+    def is_expected(self, ref: TransferRef) -> bool:
+        """It is not known here yet, but may be soon: whoever asks for it is neither wrong nor too late."""
+        return False
+
     @abstractmethod
     def close(self, ref: TransferRef) -> bool:
         """No read or write begins from now on. True for the call that closed it: repeating it does nothing."""

@@ -28,13 +28,15 @@ class TransferGate(Transfers):
         self.lease_s = lease_s
         self._on_closed = on_closed
         self._gates: dict[TransferRef, _Gate] = {}
+        self._latest: TransferRef | None = None
         self._lock = threading.Lock()
 
     def open(self, ref: TransferRef, on_closing: Callable[[], None] = lambda: None) -> None:
-        """`on_closing` is called once, when it closes, to cut the link."""
+        """In the order of numbers. `on_closing` is called once, when it closes, to cut the link."""
         with self._lock:
-            assert ref not in self._gates, f"transfer {ref.number} is opened twice"
+            assert self._is_later(ref), f"transfer {ref.number} is opened twice, or too late"
             self._gates[ref] = _Gate(on_closing)
+            self._latest = ref
 
     def begin(self, ref: TransferRef) -> bool:
         with self._lock:
@@ -58,6 +60,11 @@ class TransferGate(Transfers):
             gate = self._gates.get(ref)
             return gate is not None and not gate.is_closing
 
+    def is_expected(self, ref: TransferRef) -> bool:
+        """A receiver may have heard of an offer from rank 0 before this rank has."""
+        with self._lock:
+            return self._is_later(ref)
+
     def close(self, ref: TransferRef) -> bool:
         with self._lock:
             gate = self._gates.get(ref)
@@ -69,6 +76,10 @@ class TransferGate(Transfers):
         if is_over:
             self._on_closed(ref)
         return True
+
+    def _is_later(self, ref: TransferRef) -> bool:
+        latest = self._latest
+        return ref.number >= 0 if latest is None else ref.epoch == latest.epoch and ref.number > latest.number
 
     def _drop_if_over(self, ref: TransferRef, gate: _Gate) -> bool:
         if not gate.is_closing or gate.num_busy:

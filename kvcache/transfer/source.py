@@ -26,6 +26,10 @@ class _Offer:
     output_ids: tuple[int, ...] | None = None  # once the prefill has ended
 
 
+_NOT_YET = _Offer((), 0)
+"""What a reader finds who is earlier than the offer."""
+
+
 @dataclass(slots=True)
 class SourceCounters:
     num_bytes: int = 0
@@ -53,6 +57,7 @@ class KVSource:
         """The blocks that will hold `num_tokens` tokens, leased under `ref`, which calls `wake` when it closes."""
         with self._changed:
             self._offers[ref.number] = _Offer(tuple(block_ids), num_tokens)
+            self._changed.notify_all()
 
     def note_computed(self, ref: TransferRef, num_tokens: int) -> None:
         """KV of the first `num_tokens` tokens is in memory for good. Renews the lease: a slow prefill must not end it."""
@@ -93,49 +98,62 @@ class KVSource:
         until_s = start_s + wait_s
         with self._changed:
             while True:
-                if not self.transfers.renew(ref) or (offer := self._offers.get(ref.number)) is None:
-                    raise HandoffFailed(f"lease {ref.number} is not open at the source: expired, withdrawn, taken, or of another life")
-                if not 0 <= first <= len(offer.block_ids):
+                offer = self._offer_of(ref) or _NOT_YET
+                if not 0 <= first <= len(offer.block_ids) and offer is not _NOT_YET:
                     raise HandoffFailed(f"lease {ref.number} has {len(offer.block_ids)} blocks; block {first} was asked for")
-                is_computed, output_ids = offer.output_ids is not None, offer.output_ids or ()
-                num_readable = self._num_readable(offer)
+                block_ids, output_ids = offer.block_ids[first : self._num_readable(offer)], offer.output_ids
                 left_s = until_s - time.monotonic()
-                if num_readable > first or is_computed or left_s <= 0:
+                if block_ids or output_ids is not None or left_s <= 0:
                     break
                 self._changed.wait(min(left_s, self.transfers.lease_s / 4))
         waited_s = time.monotonic() - start_s
         most = max(1, MAX_BATCH_BYTES // (num_values_per_block(self.kv, form) * self.kv.dtype.itemsize))
-        block_ids = offer.block_ids[first : min(num_readable, first + most)]
-        with self.transfers.using(ref) as is_open:
-            if not is_open:
-                raise HandoffFailed(f"lease {ref.number} closed while it was read")
-            data = pack(self.kv, block_ids, form) if block_ids else torch.empty(0, dtype=self.kv.dtype)
-            if data.is_cuda:
-                torch.cuda.synchronize(data.device)  # until then the copy still reads the blocks
+        block_ids = block_ids[:most]
+        data = self._pack(ref, block_ids, form)
         num_bytes = data.numel() * data.itemsize
         with self._changed:
             self.counters.num_bytes += num_bytes
-            if not is_computed:
+            if output_ids is None:
                 self.counters.num_early_bytes += num_bytes
         return KVBatch(
             first=first,
             num_blocks=len(block_ids),
             data=data,
             layout_id=form.layout.id,
-            is_computed=is_computed,
-            output_ids=output_ids,
+            is_computed=output_ids is not None,
+            output_ids=output_ids or (),
             waited_s=waited_s,
         )
 
     def renew(self, ref: TransferRef) -> None:
         """Raises HandoffFailed when it is closed."""
-        if not self.transfers.renew(ref):
-            raise HandoffFailed(f"lease {ref.number} is not open at the source: expired, withdrawn, taken, or of another life")
+        with self._changed:
+            self._offer_of(ref)
 
     def finish(self, ref: TransferRef) -> None:
         """The receiver has everything. A repeated or late message changes nothing."""
         if self.transfers.close(ref):
             self.counters.num_finished += 1
+
+    def _offer_of(self, ref: TransferRef) -> _Offer | None:
+        """Renews its lease. None when it is on its way to this rank; raises HandoffFailed when it is not to be had any more."""
+        is_expected = self.transfers.is_expected(ref)
+        if self.transfers.renew(ref) and (offer := self._offers.get(ref.number)) is not None:
+            return offer
+        if not is_expected:
+            raise HandoffFailed(f"lease {ref.number} is not open at the source: expired, withdrawn, taken, or of another life")
+        return None
+
+    def _pack(self, ref: TransferRef, block_ids: Sequence[int], form: WireFormat) -> torch.Tensor:
+        if not block_ids:
+            return torch.empty(0, dtype=self.kv.dtype)
+        with self.transfers.using(ref) as is_open:
+            if not is_open:
+                raise HandoffFailed(f"lease {ref.number} closed while it was read")
+            data = pack(self.kv, block_ids, form)
+            if data.is_cuda:
+                torch.cuda.synchronize(data.device)  # until then the copy still reads the blocks
+            return data
 
     def _num_readable(self, offer: _Offer) -> int:
         if offer.num_readable_tokens == offer.num_tokens:

@@ -71,8 +71,9 @@ class FollowerTransfers:
         """Raises ValueError for what is no order."""
         match decode(payload):
             case Offer(ref, block_ids, num_tokens):
+                self._source.offer(ref, block_ids, num_tokens)  # first, for a reader that finds it open must find what it is
                 self._gate.open(ref, self._source.wake)
-                self._source.offer(ref, block_ids, num_tokens)
+                self._source.wake()
             case Computed(ref, num_tokens):
                 self._source.note_computed(ref, num_tokens)
             case Completed(ref, output_ids):

@@ -19,7 +19,7 @@ def gate(closed: list[TransferRef]) -> TransferGate:
 
 
 def test_transfer_that_was_not_opened_here_lets_nothing_begin(gate: TransferGate, closed: list[TransferRef]) -> None:
-    gate.open(TransferRef(3, 6))
+    gate.open(TransferRef(2, 7))
     assert (gate.begin(REF), gate.renew(REF), gate.close(REF)) == (False, False, False)
     assert closed == []
 
@@ -44,7 +44,20 @@ def test_transfer_that_nobody_uses_is_over_at_once(gate: TransferGate, closed: l
     assert (closed, seen) == ([REF], ["cut, 0 over"])
 
 
-def test_opening_twice_is_our_bug(gate: TransferGate) -> None:
+def test_opening_twice_or_out_of_turn_is_our_bug(gate: TransferGate) -> None:
     gate.open(REF)
-    with pytest.raises(AssertionError, match="opened twice"):
-        gate.open(REF)
+    for ref in (REF, TransferRef(2, 7), TransferRef(4, 6)):
+        with pytest.raises(AssertionError, match="opened twice, or too late"):
+            gate.open(ref)
+
+
+def test_transfer_is_expected_until_it_or_a_later_one_was_opened(gate: TransferGate) -> None:
+    assert gate.is_expected(REF)
+    assert not gate.is_expected(TransferRef(-1, 7))
+    gate.open(TransferRef(2, 7))
+    assert gate.is_expected(REF)
+    assert not gate.is_expected(TransferRef(3, 6)), "of an earlier life"
+    gate.open(REF)
+    gate.close(REF)
+    assert not gate.is_expected(REF)
+    assert not gate.is_expected(TransferRef(1, 7))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -281,8 +283,8 @@ def test_rank_serves_what_is_computed_until_it_is_told_to_close(followers: tuple
     session = connector.connect(giver.share.address)
     handoff = make_handoff(REF, 8, giver.share)
     form = WireFormat(layout=CANONICAL_LAYOUT, layers=(0, 2), heads=(0, 1))
-    with pytest.raises(HandoffFailed, match="not open at the source"):
-        session.read(handoff, form, 0, 0.0)
+    session.renew(handoff)
+    assert session.read(handoff, form, 1, 0.0).num_blocks == 0, "rank 0's word of it may be on its way here"
     giver.obey(Offer(REF, (1, 2), 8))
     assert session.read(handoff, form, 0, 0.0).num_blocks == 0
     giver.obey(Computed(REF, 4))
@@ -292,6 +294,18 @@ def test_rank_serves_what_is_computed_until_it_is_told_to_close(followers: tuple
     with pytest.raises(HandoffFailed, match="not open at the source"):
         session.read(handoff, form, 0, 0.0)
     session.close()
+
+
+def test_reader_that_is_earlier_than_the_offer_gets_its_blocks(followers: tuple[Follower, Follower]) -> None:
+    giver, taker = followers
+    load = TransferRef(0, 5)
+    taker.obey(StartPull(0, make_handoff(REF, 8, giver.share)), Reserve(0, load, (4, 3), 0))
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not any(thread.name == "transfer-serve" for thread in threading.enumerate()) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    giver.obey(Offer(REF, (1, 2), 8), Computed(REF, 8), Completed(REF, (42,)))
+    assert taker.next_answer() == Closed(load)
+    assert taker.next_answer().outcome.error is None
 
 
 def test_rank_brings_its_heads_and_closes_before_it_says_so(followers: tuple[Follower, Follower]) -> None:
