@@ -26,6 +26,7 @@ from replicas.step_tensors import StepTensors
 from replicas.text.tokenizer import Tokenizer
 from tests.engine_harness import requests_for, run
 from tests.prompts import mixed_prompts
+from tests.rank_processes import rank_pids
 from tests.tiny_models import save_tiny_model, tiny_prompts
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def test_default_model_divided_gives_the_tokens_and_logits_of_one_rank(
     assert worst <= LOGITS_BOUND * deviation
     shares = [record.args[1] for record in caplog.records if record.msg == "rank %d: %s"]  # type: ignore[index]
     logger.info("%d ranks: logits differ by at most %.1e, deviation %.1f; %s", size, worst, deviation, "; ".join(map(str, shares)))
-    assert _rank_pids() == []
+    assert rank_pids() == []
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +113,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TINY: dict[str, Any] = {"kv_cache_bytes": 1 << 20, "max_model_len": 128, "parallel": ParallelConfig(rank_deadline_s=3.0)}
-
-
-def _rank_pids(of: int | None = None) -> list[int]:
-    """Processes of ranks above 0 whose parent is this process, or `of`; those that ended but were not waited for do not count."""
-    try:
-        children = psutil.Process(of).children()
-    except psutil.NoSuchProcess:
-        return []
-    return [c.pid for c in children if c.status() != psutil.STATUS_ZOMBIE and "replicas.parallel.rank_process" in c.cmdline()]
 
 
 def _wait_lost(ask: Callable[[], object]) -> tuple[str, float]:
@@ -138,7 +130,7 @@ def _wait_lost(ask: Callable[[], object]) -> tuple[str, float]:
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_rank_killed_or_stopped_under_load_ends_the_engine_in_seconds_and_leaves_no_process(tiny: Path, end: int) -> None:
     engine = _load(tiny, 3, **TINY)
-    pids = _rank_pids()
+    pids = rank_pids()
     assert len(pids) == 2
     for request in requests_for(tiny_prompts(), SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)):
         engine.add_request(request)
@@ -156,7 +148,7 @@ def test_rank_killed_or_stopped_under_load_ends_the_engine_in_seconds_and_leaves
 
 def test_rank_killed_while_idle_is_noticed_without_a_step(tiny: Path) -> None:
     engine = _load(tiny, 2, **TINY)
-    (pid,) = _rank_pids()
+    (pid,) = rank_pids()
     os.kill(pid, signal.SIGKILL)
     assert _wait_lost(engine.check_ranks)[0].startswith("rank 1 has died")
     engine.close()
@@ -177,7 +169,7 @@ def test_rank_0_killed_leaves_no_other_rank(tiny: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", LEADER, json.dumps(config)], stdout=subprocess.PIPE, text=True) as leader:
         assert leader.stdout is not None
         assert leader.stdout.readline() == "ready\n"
-        pids = _rank_pids(leader.pid)
+        pids = rank_pids(leader.pid)
         assert len(pids) == 2
         leader.kill()
         until_s = time.monotonic() + LOST_S
