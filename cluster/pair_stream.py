@@ -106,7 +106,8 @@ class PairStream:
             return await self._take_prefill(self._prefill)
         assert self._decode is not None, "whoever loses the prefill side begins the decode side"
         if self._hang is not None and not self._decode.has_answer:
-            await self._lose_prefill(ReplicaHung(self._prefill_id, "it hangs with KV that was not taken"))
+            # Not its death: the choice had ended there before.
+            await self._lose_prefill(ReplicaLeft(self._prefill_id, "it hangs with KV that was not taken"), breaks_link=False)
             return None
         return await self._take_decode(self._decode)
 
@@ -114,7 +115,7 @@ class PairStream:
         try:
             item = await self._good_message(side)
         except ReplicaGone as error:
-            await self._lose_prefill(error)
+            await self._lose_prefill(error, breaks_link=not isinstance(error, ReplicaHung))
             return None
         told = self._merge.take_prefill(item)
         self._resend_reason = self._merge.resend_reason
@@ -148,13 +149,12 @@ class PairStream:
         self._resend_reason = self._merge.resend_reason
         return told
 
-    async def _lose_prefill(self, error: ReplicaGone) -> None:
+    async def _lose_prefill(self, error: ReplicaGone, *, breaks_link: bool) -> None:
         self._stop_watching()
         await self._end_prefill()
         self._events.prefill_lost(error)
         self._merge.lose_prefill()
-        is_left_waiting = isinstance(error, ReplicaHung) and not self._merge.has_decoded
-        needs_all = self._decode is None or is_left_waiting
+        needs_all = self._decode is None or not (breaks_link or self._merge.has_decoded)
         self._resend_reason = "prefill_lost" if needs_all else self._merge.resend_reason
 
     async def _resend(self, reason: RecomputeReason) -> None:

@@ -116,7 +116,7 @@ async def test_lost_prefill_replica_is_replaced_by_the_decode_replica(ask: Ask, 
 
 async def test_prefill_replica_that_hangs_before_its_kv_is_taken_is_not_waited_for(ask: Ask, backend: PairBackend) -> None:
     backend.can_take_over = False
-    reader = ask(replace(PARAMS, logprobs=0))
+    reader = ask(replace(PARAMS, logprobs=0), FailoverPolicy(max_deaths=1))  # it had ended there: not a death of its own
     async with asyncio.timeout(5):
         while not backend.prefills_released:
             await asyncio.sleep(0)
