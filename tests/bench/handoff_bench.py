@@ -2,7 +2,8 @@
 
     python -m tests.bench.handoff_bench [--sizes-mb 1 4 16 64] [--prompt-tokens 900] [--rounds 5]
 
-The peers of a process group are threads of one process here, so its figure is a lower bound for two processes on two cores.
+The peers of a process group, and of the object store of a Ray that is started for it, are threads of one process here, so its
+figure is a lower bound for two processes on two cores.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import ray
 import torch
 
 from kvcache.block_pool import BlockPool
@@ -29,6 +31,7 @@ from kvcache.transfer.remote import RemoteConnector
 from kvcache.transfer.server import TransferServer
 from kvcache.transfer.source import KVSource
 from replicas.default_model import prepare_default_model
+from replicas.deployment import object_store_transport
 from replicas.disaggregated import DisaggregatedEngine
 from replicas.engine_config import EngineConfig
 from replicas.request import GenerationRequest
@@ -84,13 +87,11 @@ def _bandwidths(sizes_mb: list[int], rounds: int) -> None:
     for title, layout in LAYOUTS.items():
         giver, taker = _side(num_blocks, KVLayout("hdt", "htd")), _side(num_blocks, layout)
         registry = InProcessConnector()
-        transport = ProcessGroupTransport(CPU)
-        server = TransferServer(giver, {transport.name: transport})
-        remote = RemoteConnector([ProcessGroupTransport(CPU)], taker.kv)
-        ways: dict[str, tuple[str, Connector]] = {
-            "in-process": (registry.serve(giver), registry),
-            "process-group": (server.address, remote),
-        }
+        makers = (ProcessGroupTransport, object_store_transport)
+        server = TransferServer(giver, {one.name: one for one in (make(CPU) for make in makers)})
+        remotes = {one.name: RemoteConnector([one], taker.kv) for one in (make(CPU) for make in makers)}
+        ways: dict[str, tuple[str, Connector]] = {"in-process": (registry.serve(giver), registry)}
+        ways |= {name: (server.address, remote) for name, remote in remotes.items()}
         for name, (address, connector) in ways.items():
             for size_mb in sizes_mb:
                 blocks = max(1, size_mb * 2**20 // BLOCK_BYTES)
@@ -99,7 +100,8 @@ def _bandwidths(sizes_mb: list[int], rounds: int) -> None:
                 median_s = statistics.median(times)
                 rate = blocks * BLOCK_BYTES / median_s / 1e9
                 print(f"| {name}, {title} | {size_mb} MB | {median_s * 1e3:.1f} ms | {rate:.2f} GB/s |")
-        remote.close()
+        for remote in remotes.values():
+            remote.close()
         server.close()
 
 
@@ -131,7 +133,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     print(hardware_line(len(os.sched_getaffinity(0))))
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 29)
     _bandwidths(args.sizes_mb, args.rounds)
+    ray.shutdown()
     _overlap(args.prompt_tokens, args.rounds, print)
 
 
