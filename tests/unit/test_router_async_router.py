@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from replicas.engine_config import Role
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.async_router import AsyncRouter
 from router.config import RouterConfig
-from router.policies import LeastLoaded
+from router.policies import LeastLoaded, PairedPools
 from router.router import Router
 from router.snapshot import Decision, Rejection, RoutingRequest
 
@@ -19,14 +20,14 @@ def request(name: str, caller: str = "") -> RoutingRequest:
     return RoutingRequest(request_id=name, model="m", num_prompt_tokens=10, max_tokens=5, caller=caller)
 
 
-def report(replica_id: str = "r") -> ReplicaReport:
+def report(replica_id: str = "r", role: Role = "unified") -> ReplicaReport:
     stats = ReplicaStats(num_blocks=100, num_free_blocks=100)
-    return ReplicaReport(replica_id=replica_id, model="m", epoch=1, stats=stats, block_size=16, max_num_seqs=2, first_event=0)
+    return ReplicaReport(replica_id=replica_id, model="m", epoch=1, stats=stats, block_size=16, max_num_seqs=2, first_event=0, role=role)
 
 
 @pytest.fixture
 async def router() -> AsyncIterator[AsyncRouter]:
-    made = AsyncRouter(Router(RouterConfig(policy="least_loaded", dispatch_ahead=1, no_replica_timeout_s=0.05), LeastLoaded()))
+    made = AsyncRouter(Router(RouterConfig(policy="least_loaded", dispatch_ahead=1, no_replica_timeout_s=0.05), PairedPools(LeastLoaded())))
     made.start()
     yield made
     await made.close()
@@ -126,3 +127,23 @@ async def test_health_tells_when_the_pump_has_died(router: AsyncRouter) -> None:
     await router.close()
     with pytest.raises(RuntimeError, match="closed"):
         router.check_health()
+
+
+async def test_release_prefill_ends_one_side_of_a_pair_and_spares_a_resend_that_waits(router: AsyncRouter) -> None:
+    router.apply_report(report("p", "prefill"))
+    router.apply_report(report("d", "decode"))
+    answer = await router.acquire(request("a"))
+    assert isinstance(answer, Decision)
+    assert (answer.prefill_replica_id, answer.replica_id) == ("p", "d")
+    router.release_prefill("a")
+    router.release_prefill("nobody")
+    assert (num_bookings(router), router.statistics()["m"].num_prefill_bookings) == (1, 0)
+    router.remove_replica("p")
+    router.remove_replica("d")
+    again = asyncio.create_task(router.acquire(request("a")))
+    await asyncio.sleep(0)
+    router.release_prefill("a")  # of the older attempt
+    router.apply_report(report("r"))
+    answer = await again
+    assert isinstance(answer, Decision)
+    assert answer.replica_id == "r"

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from replicas.stats import ReplicaStats
 from router.config import RouterConfig
-from router.policies import ConsistentHash, LeastLoaded, LongestPrefix, PowerOfTwo, RoundRobin, rendezvous_weight
+from router.policies import ConsistentHash, LeastLoaded, LongestPrefix, PairedPools, PowerOfTwo, RoundRobin, rendezvous_weight
 from router.policy_choice import make_policy
 from router.snapshot import ClusterSnapshot, ReplicaSnapshot, RoutingRequest
 
@@ -94,3 +95,19 @@ def test_decision_explains_the_loads_it_saw() -> None:
 def test_make_policy_every_name_decides_among_one(name: str) -> None:
     policy = make_policy(RouterConfig(policy=name))  # type: ignore[arg-type]
     assert policy.choose(request(0), snapshot(replica("only")), 3).replica_id == "only"
+
+
+def test_paired_pools_choose_by_the_rule_in_each_pool() -> None:
+    prefill = tuple(replica(f"p{number}", running=number, cached=number)._replace(role="prefill") for number in range(3))
+    decode = tuple(replica(f"d{number}", running=2 - number)._replace(role="decode") for number in range(3))
+    pools = ClusterSnapshot(now_s=0.0, replicas=decode, prefill=prefill)
+    chosen = PairedPools(LeastLoaded()).choose(request(), pools, 0)
+    assert (chosen.prefill_replica_id, chosen.replica_id, chosen.replica_role) == ("p0", "d2", "decode")
+    by_prefix = PairedPools(LongestPrefix()).choose(request(), pools, 0)
+    assert (by_prefix.prefill_replica_id, by_prefix.num_cached_tokens) == ("p2", 32)
+    assert {score.replica_id for score in chosen.candidates} == {"p0", "p1", "p2", "d0", "d1", "d2"}
+    whole = PairedPools(LeastLoaded()).choose(replace(request(), is_whole=True), pools, 0)
+    assert (whole.prefill_replica_id, whole.replica_id) == (None, "d2")
+    assert PairedPools(LeastLoaded()).choose(request(), snapshot(replica("a")), 0) == LeastLoaded().choose(
+        request(), snapshot(replica("a")), 0
+    )

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from replicas.engine_config import Role
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.config import PolicyName, RouterConfig
 from router.policies import RoundRobin
@@ -16,14 +17,25 @@ from router.snapshot import Decision, RoutingRequest
 POLICIES: tuple[PolicyName, ...] = ("scoring", "least_loaded", "round_robin", "power_of_two", "longest_prefix", "consistent_hash")
 
 
-def record(policy: PolicyName) -> tuple[str, list[Decision]]:
+def record(policy: PolicyName, roles: tuple[Role, ...] = ("unified",)) -> tuple[str, list[Decision]]:
+    """Five replicas, with `roles` in turn."""
     config = RouterConfig(policy=policy, dispatch_ahead=None)
     stream = io.StringIO()
     router = Router(config, make_policy(config), DecisionRecorder(stream))
     for number in range(5):
         stats = ReplicaStats(num_running=number, num_blocks=100, num_free_blocks=50, prefill_tokens_per_s=1_000.0 / 3)
         router.apply_report(
-            ReplicaReport(replica_id=f"r{number}", model="m", epoch=1, stats=stats, block_size=16, max_num_seqs=9, first_event=0), 0.1
+            ReplicaReport(
+                replica_id=f"r{number}",
+                model="m",
+                epoch=1,
+                stats=stats,
+                block_size=16,
+                max_num_seqs=9,
+                first_event=0,
+                role=roles[number % len(roles)],
+            ),
+            0.1,
         )
     decisions = []
     for number in range(20):
@@ -42,8 +54,10 @@ def record(policy: PolicyName) -> tuple[str, list[Decision]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replay_same_policy_makes_the_recorded_decisions(policy: PolicyName) -> None:
-    text, decisions = record(policy)
+@pytest.mark.parametrize("roles", [("unified",), ("prefill", "decode")])
+def test_replay_same_policy_makes_the_recorded_decisions(policy: PolicyName, roles: tuple[Role, ...]) -> None:
+    text, decisions = record(policy, roles)
+    assert any(decision.prefill_replica_id for decision in decisions) == (len(roles) > 1)
     replayed = list(replay(read_records(text.splitlines()), make_policy(RouterConfig(policy=policy))))
     assert len(replayed) == 20
     assert [again for _, again in replayed] == [entry.decision for entry, _ in replayed] == decisions
