@@ -2,8 +2,8 @@
 
 A request is good when its first token comes within 2 s + 1 ms for each prompt token that no earlier request of the trace had,
 and its answer takes at most the TPOT limit for each further token. Goodput is the requests a second at which `--share` are still
-good. Speeds of the trace go up by a factor until too few are; in between, the share is taken to fall linearly. The split that is
-best at the lowest speed is the one that is shown. Links move 50 GB/s for each GPU of a replica (400 Gbit/s cards).
+good. Speeds of the trace go up by a factor until too few are; in between, the share is taken to fall linearly. Links move 50 GB/s
+for each GPU of a replica (400 Gbit/s cards).
 
     python -m tests.bench.router_pools TRACE OUT.json [--model 8b] [--replicas 8] [--limit N] [--low SPEED]
 """
@@ -93,13 +93,14 @@ def goodput(runs: list[dict[str, Any]], limit: float, share: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("trace", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, help="what it knows of other layouts is kept")
     parser.add_argument("--model", choices=NUM_DEVICES, default="8b")
     parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--splits", default="7,6,5,4", help="sizes of the prefill pool to try")
+    parser.add_argument("--splits", default="6,5,4", help="sizes of the prefill pool to try")
+    parser.add_argument("--only", help="run only layouts whose name contains this")
     parser.add_argument("--policy", default="scoring")
     parser.add_argument("--limit", type=int, default=1_000, help="requests of the trace")
-    parser.add_argument("--low", type=float, default=1.0, help="the first speed, in multiples of the trace's; splits are compared at it")
+    parser.add_argument("--low", type=float, default=1.0, help="the first speed, in multiples of the trace's")
     parser.add_argument("--factor", type=float, default=1.25, help="between two speeds")
     parser.add_argument("--share", type=float, default=0.9)
     parser.add_argument("--limits", type=lambda text: [float(part) for part in text.split(",")], default=[0.1, 0.03])
@@ -112,31 +113,27 @@ def main() -> None:
         num_replicas=options.replicas, num_blocks=timer.num_blocks(512), transfer_bytes_per_s=num_devices * LINK_BYTES_PER_S
     )
     layouts = {f"unified, {tokens} tokens a step": replace(base, max_num_batched_tokens=tokens) for tokens in STEP_TOKENS}
-    pools = replace(
-        base, max_num_batched_tokens=STEP_TOKENS[-1], prefill_max_num_batched_tokens=options.prefill_tokens, speedup=options.low
-    )
-    tried = []
+    pools = replace(base, max_num_batched_tokens=STEP_TOKENS[-1], prefill_max_num_batched_tokens=options.prefill_tokens)
     for num_prefill in map(int, options.splits.split(",")):
-        config = replace(pools, num_prefill_replicas=num_prefill)
-        tried.append((sum(run(trace, config, timer, options.policy, options.limits)["good"].values()), config))
-        print(f"{num_prefill} prefill of {options.replicas}: {tried[-1][0] / len(options.limits):.3f} good", flush=True)
-    best = max(tried, key=lambda entry: entry[0])[1]
-    layouts[f"{best.num_prefill_replicas} prefill, {options.replicas - best.num_prefill_replicas} decode"] = best
-    runs = {name: climb(trace, config, timer, options) for name, config in layouts.items()}
-    found = {name: {str(limit): goodput(climbed, limit, options.share) for limit in options.limits} for name, climbed in runs.items()}
-    report = {
+        name = f"{num_prefill} prefill, {options.replicas - num_prefill} decode"
+        layouts[name] = replace(pools, num_prefill_replicas=num_prefill)
+    report: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"runs": {}}
+    for name in [name for name in layouts if options.only is None or options.only in name]:
+        report["runs"][name] = climb(trace, layouts[name], timer, options)
+    report |= {
         "trace": options.trace.name,
         "num_requests": len(trace),
         "model": options.model,
         "num_devices": num_devices * options.replicas,
         "share": options.share,
-        "splits": {config.num_prefill_replicas: good / len(options.limits) for good, config in tried},
         "layouts": {name: asdict(config) for name, config in layouts.items()},
-        "goodput_per_s": found,
-        "runs": runs,
+        "goodput_per_s": {
+            name: {str(limit): goodput(climbed, limit, options.share) for limit in options.limits}
+            for name, climbed in report["runs"].items()
+        },
     }
     options.out.write_text(json.dumps(report, indent=1) + "\n")
-    for name, per_s in found.items():
+    for name, per_s in report["goodput_per_s"].items():
         print(f"{options.trace.stem} {options.model} {name}: {per_s} good requests/s")
 
 
