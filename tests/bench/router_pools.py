@@ -1,11 +1,11 @@
 """Goodput of prefill and decode pools against unified replicas on the same GPUs, simulated.
 
 A request is good when its first token comes within 2 s + 1 ms for each prompt token that no earlier request of the trace had,
-and its answer takes at most the TPOT limit for each further token. Goodput is the requests a second at which `--share` are still
-good. Speeds of the trace go up by a factor until too few are; in between, the share is taken to fall linearly. Links move 50 GB/s
-for each GPU of a replica (400 Gbit/s cards).
+and its answer takes at most the TPOT limit for each further token. Goodput is good requests over the time until all have ended, at
+the best of some speeds of the trace, from below to beyond what the GPUs sustain. Links move 50 GB/s for each GPU of a replica
+(400 Gbit/s cards).
 
-    python -m tests.bench.router_pools TRACE OUT.json [--model 8b] [--replicas 8] [--limit N] [--low SPEED]
+    python -m tests.bench.router_pools TRACE OUT.json [--model 8b] [--replicas 8] [--limit N] [--speeds 3,4,5]
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, replace
-from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -45,12 +44,13 @@ def run(trace: list[TraceRequest], config: SimulationConfig, timer: StepTimer, p
     outcomes = result.outcomes
     ttft = [outcome.ttft_s is not None and outcome.ttft_s <= outcome.ttft_limit_s for outcome in outcomes]
     tpot = [outcome.tpot_s or 0.0 for outcome in outcomes]
-    span_s = trace[-1].arrival_s / config.speedup
+    num_good = {str(limit): sum(a and b <= limit for a, b in zip(ttft, tpot, strict=True)) for limit in limits}
     return {
         "num_prefill": config.num_prefill_replicas,
         "speedup": config.speedup,
-        "requests_per_s": len(trace) / span_s,
-        "good": {str(limit): sum(a and b <= limit for a, b in zip(ttft, tpot, strict=True)) / len(outcomes) for limit in limits},
+        "requests_per_s": len(trace) / trace[-1].arrival_s * config.speedup,
+        "good": {limit: count / len(outcomes) for limit, count in num_good.items()},
+        "goodput_per_s": {limit: count / result.end_s for limit, count in num_good.items()},
         "in_ttft": sum(ttft) / len(outcomes),
         "ttft_s": percentiles([outcome.ttft_s or 0.0 for outcome in outcomes]),
         "tpot_s": percentiles(tpot),
@@ -61,33 +61,8 @@ def run(trace: list[TraceRequest], config: SimulationConfig, timer: StepTimer, p
     }
 
 
-def climb(trace: list[TraceRequest], config: SimulationConfig, timer: StepTimer, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs at growing speeds until fewer than the share are good under the loosest limit."""
-    runs = []
-    for step in count():
-        speedup = options.low * options.factor**step
-        runs.append(run(trace, replace(config, speedup=speedup), timer, options.policy, options.limits))
-        print(
-            json.dumps({name: runs[-1][name] for name in ("num_prefill", "speedup", "good", "in_ttft", "plans", "busy", "wall_s")}),
-            flush=True,
-        )
-        if max(runs[-1]["good"].values()) < options.share or step > 20:
-            return runs
-    raise AssertionError("unreachable")
-
-
-def goodput(runs: list[dict[str, Any]], limit: float, share: float) -> float:
-    """Requests a second at which exactly the share is good: between the last speed that has it and the first that has not."""
-    best = 0.0
-    for before, after in zip([None, *runs], runs, strict=False):
-        good = after["good"][str(limit)]
-        if good < share:
-            if before is None or before["good"][str(limit)] < share:
-                return best
-            part = (before["good"][str(limit)] - share) / (before["good"][str(limit)] - good)
-            return float(before["requests_per_s"] + part * (after["requests_per_s"] - before["requests_per_s"]))
-        best = after["requests_per_s"]
-    return best
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
 
 
 def main() -> None:
@@ -100,10 +75,8 @@ def main() -> None:
     parser.add_argument("--only", help="run only layouts whose name contains this")
     parser.add_argument("--policy", default="scoring")
     parser.add_argument("--limit", type=int, default=1_000, help="requests of the trace")
-    parser.add_argument("--low", type=float, default=1.0, help="the first speed, in multiples of the trace's")
-    parser.add_argument("--factor", type=float, default=1.25, help="between two speeds")
-    parser.add_argument("--share", type=float, default=0.9)
-    parser.add_argument("--limits", type=lambda text: [float(part) for part in text.split(",")], default=[0.1, 0.03])
+    parser.add_argument("--speeds", type=_numbers, default=[1.0], help="in multiples of the trace's")
+    parser.add_argument("--limits", type=_numbers, default=[0.1, 0.03], help="of TPOT, in seconds")
     parser.add_argument("--prefill-tokens", type=int, default=4_096, help="budget of a step in the prefill pool")
     options = parser.parse_args()
     num_devices = NUM_DEVICES[options.model]
@@ -119,17 +92,20 @@ def main() -> None:
         layouts[name] = replace(pools, num_prefill_replicas=num_prefill)
     report: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"runs": {}}
     for name in [name for name in layouts if options.only is None or options.only in name]:
-        report["runs"][name] = climb(trace, layouts[name], timer, options)
+        report["runs"][name] = []
+        for speedup in options.speeds:
+            figures = run(trace, replace(layouts[name], speedup=speedup), timer, options.policy, options.limits)
+            report["runs"][name].append(figures)
+            print(name, {key: figures[key] for key in ("speedup", "good", "goodput_per_s", "plans", "busy", "wall_s")}, flush=True)
     report |= {
         "trace": options.trace.name,
         "num_requests": len(trace),
         "model": options.model,
         "num_devices": num_devices * options.replicas,
-        "share": options.share,
         "layouts": {name: asdict(config) for name, config in layouts.items()},
         "goodput_per_s": {
-            name: {str(limit): goodput(climbed, limit, options.share) for limit in options.limits}
-            for name, climbed in report["runs"].items()
+            name: {limit: max(figures["goodput_per_s"][limit] for figures in runs) for limit in map(str, options.limits)}
+            for name, runs in report["runs"].items()
         },
     }
     options.out.write_text(json.dumps(report, indent=1) + "\n")
