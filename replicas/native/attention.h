@@ -1,22 +1,28 @@
 // Attention over paged KV on a CPU: plain C++ that the compiler vectorises, called through a C interface.
 //
-// Layouts ("hdt-htd"): K is [block, kv_head, dim, token], so that the scores of neighbouring tokens lie in one vector;
-// V is [block, kv_head, token, dim]. Queries are [token, head, dim] with free strides, outputs are packed.
-// Slots that no token of the request was written to are never used, so stale content, NaN included, cannot leak. What a row
-// gets does not depend on the rows computed beside it: whole, chunked, batched or alone, it is the same to the bit.
+// Layouts ("hdt-htd"): K is [block, kv_head, dim, token], V is [block, kv_head, token, dim]. Queries are [token, head, dim] with
+// free strides, outputs are packed. Values of slots that no token of the request was written to are never used, so stale content,
+// NaN included, cannot leak. What a row gets does not depend on the rows computed beside it: whole, chunked, batched or alone, it is
+// the same to the bit.
 // The softmax is computed online over chunks of tokens (Milakov & Gimelshein, arXiv 1805.02867; FlashAttention,
-// arXiv 2205.14135). The plain reference beside it is replicas/attention/reference.py.
+// arXiv 2205.14135). A chunk's keys and values are first laid out in words that the rows of a tile share: one float each, or, where the
+// CPU multiplies pairs of bfloat16, two neighbouring dims of a key or two neighbouring tokens of a value, and then queries and
+// weights are rounded to bfloat16 too. The plain reference beside it is replicas/attention/reference.py.
 
 #pragma once
 
+#include <utility>
 #include <vector>
 
+#include "bfloat16_dot.h"
 #include "vector.h"
 
 namespace manta {
 
-constexpr int CHUNK = 128;  // tokens between two updates of the running softmax
-constexpr int STRIDE = CHUNK + LANES;  // of a row of scores; whole vectors are stored past the last token
+constexpr int CHUNK = 128;       // tokens between two updates of the running softmax
+constexpr int SPAN = 2 * WIDTH;  // tokens whose scores, or dims whose sums, are computed together
+constexpr int BLOCKS_AHEAD = 2;  // of keys, fetched before they are needed: blocks lie anywhere in memory
+constexpr int TILE_ROWS = 96;    // rows that share a chunk's words
 
 struct Shape {
     int64_t num_heads, num_kv_heads, k_dim, v_dim, block_size;
@@ -25,181 +31,227 @@ struct Shape {
     int64_t window;        // 0 means none; else a row at position p sees p - window + 1 .. p
 };
 
-// scores[row][0..num) for `rows` query rows against tokens first .. first + num - 1 of one block. Whole vectors are computed
-// wherever the block has room, so that a token's score does not depend on how many tokens follow it.
-template <int rows, typename T>
-void score_tokens(const float* q, const T* k_block, const Shape& s, int64_t first, int64_t num, float* scores) {
-    int64_t t = 0;
-    for (; t < num && first + t + LANES <= s.block_size; t += LANES) {
-        Vector sum[rows][NUM_VECTORS];
-        clear<rows, NUM_VECTORS>(sum);
-        for (int64_t d = 0; d < s.k_dim; ++d) {
-            Vector k[NUM_VECTORS];
-            load_lanes(k_block + d * s.block_size + first + t, k);
-            UNROLL for (int r = 0; r < rows; ++r)
-                UNROLL for (int i = 0; i < NUM_VECTORS; ++i) sum[r][i] += q[r * s.k_dim + d] * k[i];
-        }
-        UNROLL for (int r = 0; r < rows; ++r) store_lanes(sum[r], &scores[r * STRIDE + t]);
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How a cache's numbers are multiplied: STEP of them in a word, times as many of type Number.
+template <typename KV>
+struct Product {
+    static constexpr int STEP = 1;
+    using Number = float;
+    static uint32_t word(const KV* first, const KV*) {
+        const float value = to_float(*first);
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        return bits;
     }
-    for (; t < num; ++t)
-        for (int r = 0; r < rows; ++r) {
-            float sum = 0;
-            for (int64_t d = 0; d < s.k_dim; ++d) sum += q[r * s.k_dim + d] * to_float(k_block[d * s.block_size + first + t]);
-            scores[r * STRIDE + t] = sum;
+    static void add(Vector& sum, const Words& a, const Words& b) { sum += as_floats(a) * as_floats(b); }
+};
+#ifdef MANTA_BF16_DOT
+template <>
+struct Product<BFloat16> {
+    static constexpr int STEP = 2;
+    using Number = BFloat16;
+    static uint32_t word(const BFloat16* first, const BFloat16* second) { return first->bits | static_cast<uint32_t>(second->bits) << 16; }
+    static void add(Vector& sum, const Words& a, const Words& b) { add_dot(sum, a, b); }
+};
+#endif
+
+// sum[r] += a[r][i] * b[i][0 .. SPAN) for `num` words i. Rows of a are so many numbers apart, rows of b so many words.
+template <int R, typename P>
+inline __attribute__((always_inline)) void add_words(const typename P::Number* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
+                                                     int64_t num, Vector sum[R][2]) {
+    for (int64_t i = 0; i < num; ++i) {
+        Words words[2];
+        UNROLL for (int v = 0; v < 2; ++v) std::memcpy(&words[v], b + i * b_stride + v * WIDTH, sizeof words[v]);
+        UNROLL for (int r = 0; r < R; ++r) {
+            uint32_t word;
+            std::memcpy(&word, a + r * a_stride + i * P::STEP, sizeof word);
+            const Words same = Words{} + word;
+            UNROLL for (int v = 0; v < 2; ++v) P::add(sum[r][v], same, words[v]);
         }
+    }
 }
 
-// acc[row][:] += weights[row][t] * V[t][:] for tokens first .. first + num - 1 of one block.
-template <int rows, typename T>
-void add_values(const float* weights, const T* v_block, const Shape& s, int64_t first, int64_t num, float* acc) {
-    int64_t d = 0;
-    for (; d + LANES <= s.v_dim; d += LANES) {
-        Vector sum[rows][NUM_VECTORS];
-        UNROLL for (int r = 0; r < rows; ++r) load_lanes(&acc[r * s.v_dim + d], sum[r]);
-        for (int64_t t = 0; t < num; ++t) {
-            Vector v[NUM_VECTORS];
-            load_lanes(v_block + (first + t) * s.v_dim + d, v);
-            UNROLL for (int r = 0; r < rows; ++r)
-                UNROLL for (int i = 0; i < NUM_VECTORS; ++i) sum[r][i] += weights[r * STRIDE + t] * v[i];
-        }
-        UNROLL for (int r = 0; r < rows; ++r) store_lanes(sum[r], &acc[r * s.v_dim + d]);
-    }
-    for (; d < s.v_dim; ++d)
-        for (int64_t t = 0; t < num; ++t)
-            for (int r = 0; r < rows; ++r) acc[r * s.v_dim + d] += weights[r * STRIDE + t] * to_float(v_block[(first + t) * s.v_dim + d]);
-}
+// Numbers in whole cache lines: a vector that lies across two takes twice as long to load.
+template <typename T>
+class Lines {
+    struct alignas(64) Line {
+        T numbers[64 / sizeof(T)];
+    };
+    std::vector<Line> lines;
+
+  public:
+    explicit Lines(int64_t num) : lines(divide_up(num * sizeof(T), sizeof(Line))) {}
+    T* begin() { return lines.data()->numbers; }
+    T& operator[](int64_t i) { return begin()[i]; }
+    const T& operator[](int64_t i) const { return lines.data()->numbers[i]; }
+};
 
 // One tile: consecutive query tokens of one request times the query heads of one kv head.
 template <typename Q, typename KV>
 struct Tile {
+    using P = Product<KV>;
+    using Number = typename P::Number;
+    static constexpr int STEP = P::STEP;
+
     const Shape& s;
-    int64_t group, num_tokens, num_rows;
-    std::vector<float> q, acc, scores, row_max, row_sum, widened;
+    const int64_t group, k_words, v_width;  // v_width: dims of a value and of a sum, with padding
+    int64_t num_rows = 0, first_position = 0;
+    Lines<Number> q;             // [row, k_words * STEP]
+    Lines<float> acc;            // [row, v_width]
+    Lines<float> row_max;        // [row], and room for a whole vector
+    Lines<float> row_sum;        // [row, WIDTH], to be added up
+    Lines<uint32_t> keys;        // [CHUNK / SPAN, k_words, SPAN]
+    Lines<uint32_t> values;      // [CHUNK / STEP, v_width]
+    std::vector<KV> nothing;     // the value of a token that is not there
+    alignas(64) float scores[MAX_ROWS][CHUNK];
+    alignas(64) Number weights[MAX_ROWS][CHUNK];
 
-    Tile(const Shape& shape, int64_t max_tokens)
-        : s(shape), group(shape.num_heads / shape.num_kv_heads), num_tokens(0), num_rows(0) {
-        const size_t rows = static_cast<size_t>(max_tokens * group);
-        q.resize(rows * s.k_dim);
-        acc.resize(rows * s.v_dim);
-        scores.resize(rows * STRIDE);
-        row_max.resize(rows);
-        row_sum.resize(rows);
-        widened.resize(s.block_size * std::max(s.k_dim, s.v_dim));
-    }
+    Tile(const Shape& shape, int64_t max_rows)
+        : s(shape),
+          group(s.num_heads / s.num_kv_heads),
+          k_words(divide_up(s.k_dim, STEP)),
+          v_width(divide_up(s.v_dim, SPAN) * SPAN),
+          q(max_rows * k_words * STEP),
+          acc(max_rows * v_width),
+          row_max(max_rows + WIDTH),
+          row_sum(max_rows * WIDTH),
+          keys(k_words * CHUNK),
+          values(CHUNK / STEP * v_width),
+          nothing(s.v_dim) {}
 
-    // Row r is query token r / group, query head kv_head * group + r % group. Scaled queries are kept as float.
-    void load(const Q* query, int64_t first_token, int64_t tokens, int64_t kv_head) {
-        num_tokens = tokens;
-        num_rows = tokens * group;
+    // Row r is query token r / group, query head kv_head * group + r % group.
+    void load_queries(const Q* query, int64_t first_token, int64_t num_tokens, int64_t kv_head) {
+        num_rows = num_tokens * group;
         for (int64_t r = 0; r < num_rows; ++r) {
             const Q* from = query + (first_token + r / group) * s.q_token_stride + (kv_head * group + r % group) * s.q_head_stride;
-            for (int64_t d = 0; d < s.k_dim; ++d) q[r * s.k_dim + d] = to_float(from[d]) * s.scale;
-        }
-        std::fill(acc.begin(), acc.end(), 0.0f);
-        std::fill(row_max.begin(), row_max.end(), MINUS_INFINITY);
-        std::fill(row_sum.begin(), row_sum.end(), 0.0f);
-    }
-
-    // Calls back with the first row and the number of rows of each group that shares its loads.
-    template <typename F>
-    void for_row_groups(F&& call) const {
-        const int64_t num_groups = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-        for (int64_t g = 0; g < num_groups; ++g) {
-            const int64_t r = g * num_rows / num_groups;
-            with_rows((g + 1) * num_rows / num_groups - r, [&](auto rows) { call(r, rows); });
-        }
-    }
-
-    // Calls back with a block of K or V: as it is for one group of rows, else widened once for all of them. `num_runs` runs of
-    // `count` elements are used, from `first` on, `stride` apart.
-    template <typename F>
-    void with_block(const KV* block, int64_t first, int64_t count, int64_t num_runs, int64_t stride, F&& call) {
-        if constexpr (std::is_same_v<KV, float>) return call(block);
-        if (num_rows <= MAX_ROWS) return call(block);
-        for (int64_t run = 0; run < num_runs; ++run) {
-            const KV* from = block + run * stride + first;
-            float* to = &widened[run * stride + first];
+            Number* to = &q[r * k_words * STEP];
 #pragma omp simd
-            for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);
+            for (int64_t d = 0; d < s.k_dim; ++d) store(to + d, to_float(from[d]));
         }
-        call(static_cast<const float*>(widened.data()));
+        std::fill_n(acc.begin(), num_rows * v_width, 0.0f);
+        std::fill_n(row_max.begin(), num_rows, std::numeric_limits<float>::lowest());
+        std::fill_n(row_sum.begin(), num_rows * WIDTH, 0.0f);
     }
 
-    // Softcap, mask and softmax update for tokens base .. base + num - 1 of the sequence.
-    void weigh(int64_t base, int64_t num, int64_t first_position) {
-        for (int64_t r = 0; r < num_rows; ++r) {
-            float* row = &scores[r * STRIDE];
-            const int64_t position = first_position + r / group;
-            const int64_t low = s.window > 0 ? std::clamp<int64_t>(position - s.window + 1 - base, 0, num) : 0;
-            const int64_t high = std::clamp<int64_t>(position + 1 - base, low, num);
-            if (s.softcap > 0)
-                for (int64_t t = low; t < high; ++t) row[t] = s.softcap * std::tanh(row[t] / s.softcap);
-            float highest = row_max[r];
-#pragma omp simd reduction(max : highest)
-            for (int64_t t = low; t < high; ++t) highest = std::max(highest, row[t]);
-            std::fill(row, row + low, 0.0f);
-            std::fill(row + high, row + num, 0.0f);
-            if (low == high) continue;
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t t = low; t < high; ++t) {
-                row[t] = exp_nonpositive(row[t] - highest);
-                sum += row[t];
-            }
-            const float shrink = row_max[r] == MINUS_INFINITY ? 0.0f : exp_nonpositive(row_max[r] - highest);
-            row_sum[r] = row_sum[r] * shrink + sum;
-            row_max[r] = highest;
-            if (shrink != 1.0f)
-                for (int64_t d = 0; d < s.v_dim; ++d) acc[r * s.v_dim + d] *= shrink;
-        }
-    }
-
-    void attend(const KV* k_cache, const KV* v_cache, const int32_t* table, int64_t first_position, int64_t kv_head) {
-        const int64_t end = first_position + num_tokens;
-        const int64_t low = s.window > 0 ? std::max<int64_t>(first_position - s.window + 1, 0) : 0;
+    // `k` and `v` are the kv head's part of block 0; its part of the next block lies `k_stride` and `v_stride` further on.
+    void attend(const KV* k, int64_t k_stride, const KV* v, int64_t v_stride, const int32_t* table, int64_t position) {
+        first_position = position;
+        const int64_t end = position + num_rows / group;
+        const int64_t low = s.window > 0 ? std::max<int64_t>(position - s.window + 1, 0) : 0;
         for (int64_t base = low / CHUNK * CHUNK; base < end; base += CHUNK) {
             const int64_t begin = std::max(base, low / s.block_size * s.block_size);
             const int64_t chunk_end = std::min<int64_t>(base + CHUNK, end);
-            over_blocks(begin, chunk_end, [&](int64_t token, int64_t block, int64_t first, int64_t count) {
-                const KV* k_block = k_cache + (table[block] * s.num_kv_heads + kv_head) * s.k_dim * s.block_size;
-                // Whole vectors are read wherever the block has room, so whole vectors are widened too.
-                const int64_t room = std::min((count + LANES - 1) / LANES * LANES, s.block_size - first);
-                with_block(k_block, first, room, s.k_dim, s.block_size, [&](const auto* keys) {
-                    for_row_groups([&](int64_t r, auto rows) {
-                        float* to = &scores[r * STRIDE + token - base];
-                        score_tokens<decltype(rows)::value>(&q[r * s.k_dim], keys, s, first, count, to);
-                    });
-                });
-            });
-            weigh(base, chunk_end - base, first_position);
-            over_blocks(begin, chunk_end, [&](int64_t token, int64_t block, int64_t first, int64_t count) {
-                const KV* v_block = v_cache + (table[block] * s.num_kv_heads + kv_head) * s.v_dim * s.block_size;
-                with_block(v_block, first * s.v_dim, count * s.v_dim, 1, 0, [&](const auto* values) {
-                    for_row_groups([&](int64_t r, auto rows) {
-                        const float* weights = &scores[r * STRIDE + token - base];
-                        add_values<decltype(rows)::value>(weights, values, s, first, count, &acc[r * s.v_dim]);
-                    });
-                });
-            });
+            for (int64_t t = begin; t < chunk_end;) {
+                const int64_t offset = t % s.block_size, count = std::min({s.block_size - offset, chunk_end - t, SPAN - t % SPAN});
+                const int64_t ahead = t / s.block_size + BLOCKS_AHEAD;
+                if (offset == 0 && ahead * s.block_size < end) fetch(k + table[ahead] * k_stride, s.k_dim * s.block_size);
+                fetch(v + table[t / s.block_size] * v_stride + offset * s.v_dim, count * s.v_dim);
+                lay_keys(k + table[t / s.block_size] * k_stride + offset, count, &keys[(t - base) / SPAN * SPAN * k_words + t % SPAN]);
+                t += count;
+            }
+            const auto value_of = [&](int64_t t) {
+                return t < begin || t >= chunk_end ? nothing.data() : v + table[t / s.block_size] * v_stride + t % s.block_size * s.v_dim;
+            };
+            for (int64_t t = begin / STEP * STEP; t < chunk_end; t += STEP)
+                lay_values(value_of(t), value_of(t + STEP - 1), &values[(t - base) / STEP * v_width]);
+            const int64_t num_groups = divide_up(num_rows, MAX_ROWS);
+            for (int64_t g = 0; g < num_groups; ++g) {
+                const int64_t r = g * num_rows / num_groups;
+                with_rows((g + 1) * num_rows / num_groups - r, [&](auto rows) { attend_rows<decltype(rows)::value>(r, base); });
+            }
         }
     }
 
-    // Calls back for each piece of tokens begin .. end - 1 of the sequence that lies within one block.
-    template <typename F>
-    void over_blocks(int64_t begin, int64_t end, F&& call) {
-        for (int64_t t = begin; t < end;) {
-            const int64_t first = t % s.block_size;
-            const int64_t count = std::min(s.block_size - first, end - t);
-            call(t, t / s.block_size, first, count);
-            t += count;
+    static void fetch(const KV* from, int64_t num) {
+        for (int64_t i = 0; i < num; i += 64 / static_cast<int64_t>(sizeof(KV))) __builtin_prefetch(from + i, 0, 2);
+    }
+
+    // Words of `count` tokens of one block for each of their dims.
+    void lay_keys(const KV* from, int64_t count, uint32_t* to) const {
+        for (int64_t i = 0; i < k_words; ++i, to += SPAN) {
+            const KV* first = from + i * STEP * s.block_size;
+            const KV* second = STEP == 1 || i * STEP + 1 < s.k_dim ? first + (STEP - 1) * s.block_size : first;
+            if (count == LANES)
+                for (int64_t t = 0; t < LANES; ++t) to[t] = P::word(first + t, second + t);
+            else
+                for (int64_t t = 0; t < count; ++t) to[t] = P::word(first + t, second + t);
+        }
+    }
+
+    void lay_values(const KV* first, const KV* second, uint32_t* to) const {
+#pragma omp simd
+        for (int64_t d = 0; d < s.v_dim; ++d) to[d] = P::word(first + d, second + d);
+    }
+
+    // What rows r .. r + R - 1 see of a chunk.
+    template <int R>
+    void attend_rows(int64_t r, int64_t base) {
+        const int64_t low = seen(r, base).first, high = seen(r + R - 1, base).second;
+        if (low >= high) return;
+        const float scale = s.scale * LOG2_E;  // the softmax is computed with powers of 2
+        const int64_t first_span = low / SPAN * SPAN, last_span = divide_up(high, SPAN) * SPAN;
+        for (int64_t t = first_span; t < last_span; t += SPAN) {
+            Vector sum[R][2];
+            clear<R, 2>(sum);
+            add_words<R, P>(&q[r * k_words * STEP], k_words * STEP, &keys[t * k_words], SPAN, k_words, sum);
+            UNROLL for (int i = 0; i < R; ++i)
+                UNROLL for (int v = 0; v < 2; ++v) store(&scores[i][t + v * WIDTH], sum[i][v] * scale);
+        }
+        weigh(r, R, base, first_span, last_span);
+        const int64_t first = low / STEP, num = divide_up(high, STEP) - first;
+        for (int64_t d = 0; d < v_width; d += SPAN) {
+            Vector sum[R][2];
+            UNROLL for (int i = 0; i < R; ++i)
+                UNROLL for (int v = 0; v < 2; ++v) sum[i][v] = load(&acc[(r + i) * v_width + d + v * WIDTH]);
+            add_words<R, P>(weights[0] + first * STEP, CHUNK, &values[first * v_width + d], v_width, num, sum);
+            UNROLL for (int i = 0; i < R; ++i)
+                UNROLL for (int v = 0; v < 2; ++v) store(&acc[(r + i) * v_width + d + v * WIDTH], sum[i][v]);
+        }
+    }
+
+    // The tokens that a row sees of a chunk, the first and the one after the last, counted from its base.
+    std::pair<int64_t, int64_t> seen(int64_t row, int64_t base) const {
+        const int64_t position = first_position + row / group;
+        const int64_t high = std::clamp<int64_t>(position + 1 - base, 0, CHUNK);
+        return {s.window > 0 ? std::clamp<int64_t>(position - s.window + 1 - base, 0, high) : 0, high};
+    }
+
+    // Softcap, mask and softmax update of `num` rows: their scores of tokens `first` .. `end` - 1, whole spans, become weights.
+    // One copy for all numbers of rows, so that none is compiled to round otherwise than another.
+    __attribute__((noinline)) void weigh(int64_t r, int64_t num, int64_t base, int64_t first, int64_t end) {
+        alignas(64) float highest[MAX_ROWS + WIDTH], shrink[MAX_ROWS + WIDTH];
+        for (int64_t i = 0; i < num; ++i) {
+            float* row = scores[i];
+            const auto [low, high] = seen(r + i, base);
+            const float cap = s.softcap * LOG2_E;
+            if (s.softcap > 0)
+                for (int64_t t = low; t < high; ++t) row[t] = cap * std::tanh(row[t] / cap);
+            std::fill(row + first, row + low, MINUS_INFINITY);
+            std::fill(row + high, row + end, MINUS_INFINITY);
+            Vector most = Vector{} + row_max[r + i];
+            for (int64_t t = first; t < end; t += WIDTH) most = larger(most, load(row + t));
+            highest[i] = largest(most);
+        }
+        for (int64_t i = 0; i < num; i += WIDTH) store(shrink + i, exp2_nonpositive(load(&row_max[r + i]) - load(highest + i)));
+        for (int64_t i = 0; i < num; ++i) {
+            row_max[r + i] = highest[i];
+            Vector sum = load(&row_sum[(r + i) * WIDTH]) * shrink[i];
+            for (int64_t t = first; t < end; t += WIDTH)
+                sum += store_rounded(&weights[i][t], exp2_nonpositive(load(&scores[i][t]) - highest[i]));
+            store(&row_sum[(r + i) * WIDTH], sum);
+            if (shrink[i] == 1.0f) continue;
+            for (int64_t d = 0; d < v_width; ++d) acc[(r + i) * v_width + d] *= shrink[i];
         }
     }
 
     void save(Q* out, int64_t first_token, int64_t kv_head) const {
         for (int64_t r = 0; r < num_rows; ++r) {
             Q* to = out + ((first_token + r / group) * s.num_heads + kv_head * group + r % group) * s.v_dim;
-            const float share = 1.0f / row_sum[r];
-            for (int64_t d = 0; d < s.v_dim; ++d) store(to + d, acc[r * s.v_dim + d] * share);
+            float total = 0;
+            for (int i = 0; i < WIDTH; ++i) total += row_sum[r * WIDTH + i];
+            const float share = 1.0f / total;
+            for (int64_t d = 0; d < s.v_dim; ++d) store(to + d, acc[r * v_width + d] * share);
         }
     }
 };
@@ -211,7 +263,8 @@ struct Work {
 template <typename Q, typename KV>
 void attend(const Q* query, const KV* k_cache, const KV* v_cache, Q* out, const int32_t* tables, int64_t table_stride,
             const int32_t* query_starts, const int32_t* context_lens, int64_t num_requests, const Shape& s, int num_threads) {
-    const int64_t tile_tokens = std::max<int64_t>(1, 32 / (s.num_heads / s.num_kv_heads));
+    const int64_t tile_tokens = std::max<int64_t>(1, TILE_ROWS / (s.num_heads / s.num_kv_heads));
+    const int64_t k_size = s.k_dim * s.block_size, v_size = s.v_dim * s.block_size;
     std::vector<Work> work;
     for (int64_t r = 0; r < num_requests; ++r)
         for (int64_t t = query_starts[r]; t < query_starts[r + 1]; t += tile_tokens)
@@ -220,13 +273,14 @@ void attend(const Q* query, const KV* k_cache, const KV* v_cache, Q* out, const 
     const int64_t num_work = static_cast<int64_t>(work.size());
 #pragma omp parallel num_threads(num_threads)
     {
-        Tile<Q, KV> tile(s, tile_tokens);
+        Tile<Q, KV> tile(s, tile_tokens * (s.num_heads / s.num_kv_heads));
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_work; ++i) {
-            const Work& w = work[i];
+            const Work& w = work[num_work - 1 - i];  // of a prompt, the tiles that see most come first and the short ones fill up
             const int64_t first_position = context_lens[w.request] - query_starts[w.request + 1] + w.first_token;
-            tile.load(query, w.first_token, w.num_tokens, w.kv_head);
-            tile.attend(k_cache, v_cache, tables + w.request * table_stride, first_position, w.kv_head);
+            tile.load_queries(query, w.first_token, w.num_tokens, w.kv_head);
+            tile.attend(k_cache + w.kv_head * k_size, s.num_kv_heads * k_size, v_cache + w.kv_head * v_size, s.num_kv_heads * v_size,
+                        tables + w.request * table_stride, first_position);
             tile.save(out, w.first_token, w.kv_head);
         }
     }

@@ -59,6 +59,12 @@ typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
 typedef int32_t Integers __attribute__((vector_size(WIDTH * sizeof(int32_t))));
 
+inline Vector load(const float* from) {
+    Vector numbers;
+    std::memcpy(&numbers, from, sizeof numbers);
+    return numbers;
+}
+inline void store(float* to, const Vector& numbers) { std::memcpy(to, &numbers, sizeof numbers); }
 inline Vector as_floats(Words words) {  // the same bits
     Vector floats;
     std::memcpy(&floats, &words, sizeof words);
@@ -70,6 +76,49 @@ inline Vector to_floats(Words words) {  // the same numbers, which are below 2^3
 
 // Loops over registers must be unrolled whole, or the compiler keeps the array in memory.
 #define UNROLL _Pragma("GCC unroll 16")
+
+inline Words as_words(const Vector& floats) {
+    Words words;
+    std::memcpy(&words, &floats, sizeof floats);
+    return words;
+}
+
+// Stores numbers, rounded to nearest and ties away from zero, and returns them as they are stored.
+inline Vector store_rounded(float* to, const Vector& numbers) {
+    store(to, numbers);
+    return numbers;
+}
+inline Vector store_rounded(BFloat16* to, const Vector& numbers) {
+    typedef uint16_t Half __attribute__((vector_size(WIDTH * sizeof(uint16_t))));
+    const Words rounded = as_words(numbers) + 0x8000u;
+    const Half half = __builtin_convertvector(rounded >> 16, Half);
+    std::memcpy(to, &half, sizeof half);
+    return as_floats(rounded & 0xffff0000u);
+}
+
+inline Vector larger(const Vector& a, const Vector& b) { return a > b ? a : b; }
+inline float largest(const Vector& numbers) {
+    float lanes[WIDTH];
+    store(lanes, numbers);
+    UNROLL for (int half = WIDTH / 2; half > 0; half /= 2)
+        UNROLL for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    return lanes[0];
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+// 2^x for x <= 0 within 4 units in the last place; below -126.5 it is 0.
+inline Vector exp2_nonpositive(const Vector& x) {
+    const Vector least = Vector{} - 127.0f, clamped = x < least ? least : x;
+    constexpr float TO_INTEGER = 0x1.8p23f + 127;  // numbers added to it have no room for a fraction; what is left is a biased exponent
+    const Vector shifted = clamped + TO_INTEGER, f = clamped - (shifted - TO_INTEGER);
+    Vector p = f * 1.327647129e-3f + 9.675540961e-3f;
+    p = p * f + 5.550713092e-2f;
+    p = p * f + 2.402212024e-1f;
+    p = p * f + 6.931469440e-1f;
+    p = p * f + 1.0f;
+    return p * as_floats(as_words(shifted) << 23);
+}
 
 constexpr int LANES = 16;  // tokens whose scores, or dims whose sums, are computed together
 constexpr int NUM_VECTORS = LANES / WIDTH;

@@ -1,5 +1,6 @@
 """Every backend against the reference, and the reference against torch's own attention."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +15,18 @@ from replicas.attention.backend import AttentionBackend, LayerCall
 from replicas.attention.native import NativeAttention
 from replicas.attention.reference import ReferenceAttention, attend_one
 from replicas.native.build import load_native_library
-from replicas.native.isa import cpu_flags, runnable
+from replicas.native.isa import AVX512_BF16, EMULATED_BF16, cpu_flags, runnable
 from replicas.step_plan import ScheduledChunk, StepPlan
 from replicas.step_tensors import StepTensors
 
 CPU = torch.device("cpu")
+RUNNABLE = runnable(cpu_flags())
+VARIANTS = RUNNABLE if AVX512_BF16 in RUNNABLE else [*RUNNABLE, EMULATED_BF16]
 
 
-@pytest.fixture(scope="module", params=runnable(cpu_flags()), ids=lambda isa: isa.name)
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda isa: isa.name)
 def native(request: pytest.FixtureRequest) -> NativeAttention:
-    """Every variant of the kernel that this machine can run."""
+    """Every variant of the kernel that this machine can run, and the arithmetic of a better one written out."""
     return NativeAttention(load_native_library(variants=[request.param]))
 
 
@@ -66,6 +69,17 @@ class _Case:
         self.v_KTD = random(num_tokens, call.num_kv_heads, call.v_dim).transpose(0, 1)
         self.k_old = random(self.num_blocks, call.num_kv_heads, block_size, call.k_dim)
         self.v_old = random(self.num_blocks, call.num_kv_heads, block_size, call.v_dim)
+
+    def in_float64(self, *, sizes_of_values: bool = False) -> "_Case":
+        """The same case in float64; with `sizes_of_values`, values lose their sign."""
+        case = copy.copy(self)
+        case.dtype = torch.float64
+        case.q_HTD, case.k_KTD, case.v_KTD, case.k_old, case.v_old = (
+            x.double() for x in (self.q_HTD, self.k_KTD, self.v_KTD, self.k_old, self.v_old)
+        )
+        if sizes_of_values:
+            case.v_KTD, case.v_old = case.v_KTD.abs(), case.v_old.abs()
+        return case
 
     def run(self, backend: AttentionBackend, *, poison: bool = True) -> tuple[torch.Tensor, KVTensors]:
         """Runs the step. With `poison`, every slot that no token was written to holds NaN."""
@@ -133,6 +147,15 @@ def test_native_over_random_steps_equals_reference(
     for one, other in zip(found_kv.canonical(0), expected_kv.canonical(0), strict=True):
         assert torch.equal(one.isnan(), other.isnan()), "a slot outside the step was written"
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def test_native_in_bfloat16_rounds_weights_and_outputs_once_and_nothing_else(native: NativeAttention) -> None:
+    case = _Case(_call(6, 2, 48, 32), [(250, 40), (77, 1), (0, 9)], 16, torch.bfloat16, seed=9)
+    found, _ = case.run(native)
+    expected, _ = case.in_float64().run(ReferenceAttention())
+    size, _ = case.in_float64(sizes_of_values=True).run(ReferenceAttention())
+    # A rounded weight moves its own share of the sum and, through their total, that of all others; float32 sums stay below 1e-5.
+    assert bool(((found.double() - expected).abs() <= 2**-9 * (size + 2 * expected.abs()) + 1e-5).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
