@@ -71,5 +71,5 @@ async def _wait_moment(setting: Setting, load: Load, moment: str) -> None:
     if moment == "prefill":
         await asyncio.sleep(dice.uniform(0.05, 0.4))
         return
-    await load.wait_begun(num_streams * 3 // 4 if moment == "decode" else dice.randrange(1, num_streams // 2))
+    await load.wait_begun(num_streams * 3 // 4 if moment == "decode" else dice.randrange(1, max(2, num_streams // 2)))
     await asyncio.sleep(dice.uniform(0.0, 0.2))
