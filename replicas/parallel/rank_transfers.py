@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from kvcache.handoff import HeadShare, KVHandoff
@@ -30,6 +31,12 @@ from replicas.parallel.transfer_message import (
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Pull:
+    on_end: Callable[[PullOutcome], None]
+    num_left: int
+
+
 class RankTransfers:
     """Owns what rank 0 knows of the others' transfers: which are open where, and which pulls have not ended.
 
@@ -42,7 +49,7 @@ class RankTransfers:
         self._shares: dict[int, HeadShare] = {}  # rank -> its heads
         self._open: dict[TransferRef, set[int]] = {}  # transfer -> ranks that have not closed it
         self._told: set[TransferRef] = set()  # to close
-        self._pulls: dict[int, Callable[[PullOutcome], None]] = {}  # pull -> who wants to hear of its ends
+        self._pulls: dict[int, _Pull] = {}  # of ranks that have not all ended theirs
         self._numbers = count()
         self._changed: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
@@ -68,7 +75,7 @@ class RankTransfers:
     def start_pull(self, handoff: KVHandoff, on_end: Callable[[PullOutcome], None]) -> int:
         number = next(self._numbers)
         with self._lock:
-            self._pulls[number] = on_end
+            self._pulls[number] = _Pull(on_end, self._ranks.size - 1)
         self._send(StartPull.of(number, handoff))
         return number
 
@@ -119,9 +126,17 @@ class RankTransfers:
                 if not left:
                     self._changed()
             case Pulled(pull, outcome):
-                with self._lock:
-                    on_end = self._pulls.get(pull)
-                if on_end is not None:
-                    on_end(outcome)
+                self._end_pull(pull, outcome)
             case other:
                 raise ValueError(f"a rank answers with {other!r}")
+
+    def _end_pull(self, number: int, outcome: PullOutcome) -> None:
+        """Of one rank; one that was cancelled interests nobody."""
+        with self._lock:
+            pull = self._pulls.get(number)
+            if pull is None:
+                return
+            pull.num_left -= 1
+            if pull.num_left == 0:
+                del self._pulls[number]
+        pull.on_end(outcome)
