@@ -21,6 +21,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.objects: dict[int, Any] = {}  # number, which as text is the ticket -> bytes
         self.is_full = False
+        self.num_puts = 0
         self._numbers = itertools.count()
 
     def put(self, data: Any) -> str:
@@ -28,6 +29,7 @@ class MemoryStore:
             raise ObjectIsGone("no room")
         number = next(self._numbers)
         self.objects[number] = np.array(data)
+        self.num_puts += 1
         return str(number)
 
     def get(self, ticket: str, deadline_s: float) -> Any:

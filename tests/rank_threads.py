@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
+from kvcache.transfer.link import TransportMaker
 from replicas.parallel.channel import ChannelClosed, RankAddress
 from replicas.parallel.launcher import LaunchedRank
 from replicas.parallel.rank_process import OwnProcess, run_rank
@@ -13,11 +15,12 @@ class ThreadLauncher:
     host = "127.0.0.1"
     shows_all_devices = True
 
-    def __init__(self) -> None:
+    def __init__(self, *extra_transports: TransportMaker) -> None:
         self.ranks: list[ThreadRank] = []
+        self._extra_transports = extra_transports
 
     def launch(self, address: RankAddress, num_threads: int) -> LaunchedRank:
-        rank = ThreadRank(address)
+        rank = ThreadRank(address, self._extra_transports)
         self.ranks.append(rank)
         return rank
 
@@ -33,15 +36,15 @@ class ThisProcess(OwnProcess):
 
 
 class ThreadRank:
-    def __init__(self, address: RankAddress) -> None:
+    def __init__(self, address: RankAddress, extra_transports: Sequence[TransportMaker]) -> None:
         self.error: BaseException | None = None
-        self._address = address
+        self._address, self._extra_transports = address, extra_transports
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            run_rank(self._address, ThisProcess())
+            run_rank(self._address, ThisProcess(), self._extra_transports)
         except (ChannelClosed, ValueError, RuntimeError) as error:  # what ends a rank's process with a message
             self.error = error
 

@@ -355,6 +355,14 @@ def test_llm_in_mode_disaggregated_equals_unified(
 ) -> None:
     with pytest.raises(ValueError, match="mode must be unified or disaggregated"):
         LLM(str(folder), mode="both")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="decode_settings are for mode 'disaggregated'"):
+        LLM(str(folder), decode_settings={"tensor_parallel_size": 2})
+    with pytest.raises(ValueError, match="LLM has no setting ranks; allowed are"):
+        LLM(str(folder), mode="disaggregated", decode_settings={"ranks": 2})
+    with pytest.raises(ValueError, match="kv_transfer must be one of auto, process-group, object-store, got 'pigeons'"):
+        LLM(str(folder), mode="disaggregated", kv_transfer="pigeons")
+    with pytest.raises(ValueError, match="transfer must be one of auto, in-process, process-group"):
+        DisaggregatedEngine.load(_config(folder), "pigeons")  # type: ignore[arg-type]
     engine = DisaggregatedEngine.load(_config(folder))
     with LLM.from_engine(engine, default_tokenizer) as llm:
         outputs = llm.generate(prompts[:5], GREEDY, use_tqdm=False)

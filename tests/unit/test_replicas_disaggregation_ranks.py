@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvcache.handoff import HandoffFailed
+from kvcache.transfer.object_store import ObjectStoreTransport
 from kvcache.transfer.source import KVSource
 from replicas.disaggregated import DisaggregatedEngine
 from replicas.engine import Engine
@@ -23,6 +24,7 @@ from replicas.parallel.ranks import RankLost
 from replicas.request import FinishReason
 from replicas.sampling_params import SamplingParams
 from tests.engine_harness import requests_for, run
+from tests.memory_store import MemoryStore
 from tests.rank_threads import ThreadLauncher
 from tests.tiny_models import generated_by_transformers, save_tiny_model, tiny_prompts
 
@@ -66,10 +68,10 @@ class CheckedPair(DisaggregatedEngine):
             assert not engine.has_work
 
 
-def _config(folder: Path, role: Any, size: int, runner: Any) -> EngineConfig:
+def _config(folder: Path, role: Any, size: int, runner: Any, kv_transfer: Any = "auto") -> EngineConfig:
     return EngineConfig(
         model=str(folder), dtype="float32", role=role, tensor_parallel_size=size, runner=runner, kv_cache_bytes=1 << 20, block_size=8,
-        max_num_seqs=8, max_num_batched_tokens=13, max_model_len=96, num_threads=1,
+        max_num_seqs=8, max_num_batched_tokens=13, max_model_len=96, num_threads=1, kv_transfer=kv_transfer,
     )  # fmt: skip
 
 
@@ -113,6 +115,25 @@ def test_ranks_hand_over_to_ranks_and_answer_as_one_engine(
         assert (counters.num_loaded, counters.num_recomputed) == (2 * len(expected), 0)
         assert num_bytes[1] < num_bytes[0], "what the decode engine has cached moves on no rank"
         pair.assert_nothing_is_held()
+
+
+def test_every_rank_takes_the_transport_that_is_injected_and_named(model_of: Folder) -> None:
+    folder, expected = model_of("llama")
+    store = MemoryStore()
+
+    def make(device: torch.device) -> ObjectStoreTransport:
+        return ObjectStoreTransport(store, device)
+
+    wiring = RemoteWiring(threading.Event(), extra_transports=[make])
+    prefill, decode = (
+        load_engine(_config(folder, role, 2, "native", "object-store"), wiring, ThreadLauncher(make)) for role in ("prefill", "decode")
+    )
+    pair = CheckedPair(prefill, decode)
+    assert [result.token_ids for result in run(pair, requests_for(tiny_prompts(), GREEDY))] == expected
+    assert decode.handoffs.counters.num_loaded == len(expected)
+    pair.close()
+    assert store.num_puts >= 2 * len(expected), "both ranks of the source were meant to use it"
+    assert store.objects == {}
 
 
 def test_sampled_tokens_do_not_depend_on_the_ranks(model_of: Folder) -> None:
