@@ -1,7 +1,6 @@
 """Prefill on one engine and decode on another: the same tokens as one engine's, whatever goes wrong between the two."""
 
 import asyncio
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from replicas.other_ranks import NoOtherRanks
 from replicas.request import FinishReason, GenerationRequest, RequestRejected
 from replicas.sampling_params import SamplingParams
 from replicas.scheduler import Scheduler
+from tests.checked_pair import CheckedPair, RandomOperations
 from tests.engine_harness import Generated, requests_for, run
 from tests.tiny_llama import VOCAB_SIZE, generated_by_transformers, save_tiny_llama, shared_prompts
 
@@ -54,14 +54,6 @@ def _config(folder: Path, runner: Any = "native", **settings: Any) -> EngineConf
     )
 
 
-class CheckedPair(DisaggregatedEngine):
-    """Invariants of both engines, for the harness."""
-
-    def check(self) -> None:
-        self.prefill.check()
-        self.decode.check()
-
-
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[CheckedPair]:
     engine = CheckedPair.load(_config(folder))
@@ -88,12 +80,6 @@ def _restarted(pair: CheckedPair, num_blocks: int | None = None, *, lease_s: flo
     return pair
 
 
-def _assert_nothing_is_held(pair: CheckedPair) -> None:
-    for engine in (pair.prefill, pair.decode):
-        assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
-        assert not engine.has_work
-
-
 def _tokens(results: list[Generated]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
@@ -113,7 +99,7 @@ def test_fifty_prompts_cold_and_hot_equal_transformers(
     assert engine.decode.handoffs.counters.num_loaded == 2 * NUM_PROMPTS
     assert engine.decode.handoffs.counters.num_recomputed == 0
     assert all(result.num_cached_tokens >= len(p) - 8 for result, p in zip(results, prompts, strict=True))
-    _assert_nothing_is_held(engine)
+    engine.assert_nothing_is_held()
     engine.close()
 
 
@@ -145,7 +131,7 @@ def test_answer_of_one_token_needs_no_decode_engine(pair: CheckedPair, prompts: 
     results = run(pair, requests_for(prompts[:3], replace(GREEDY, max_tokens=1)))
     assert _tokens(results) == [tokens[:1] for tokens in expected[:3]]
     assert pair.decode.handoffs.counters.num_loaded == 0
-    _assert_nothing_is_held(pair)
+    pair.assert_nothing_is_held()
 
 
 def test_stop_token_as_first_token_ends_the_answer(pair: CheckedPair, prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -153,7 +139,7 @@ def test_stop_token_as_first_token_ends_the_answer(pair: CheckedPair, prompts: l
     params = replace(GREEDY, stop_token_ids=(expected[0][0],))
     (result,) = run(pair, requests_for(prompts[:1], params))
     assert (result.token_ids, result.finish_reason) == (expected[0][:1], FinishReason.STOP)
-    _assert_nothing_is_held(pair)
+    pair.assert_nothing_is_held()
 
 
 def test_prefill_role_ends_with_its_first_token_and_an_offer(
@@ -200,7 +186,7 @@ def test_handoff_that_cannot_be_had_is_computed_here(
     pair.prefill.cancel(request.key)
     pair.prefill.step()
     pair.prefill.step()
-    _assert_nothing_is_held(pair)
+    pair.assert_nothing_is_held()
 
 
 def test_link_that_breaks_in_mid_transfer_is_recomputed(
@@ -213,7 +199,7 @@ def test_link_that_breaks_in_mid_transfer_is_recomputed(
     results = run(pair, requests_for(prompts[:6], GREEDY))
     assert _tokens(results) == expected[:6]
     assert pair.decode.handoffs.counters.num_recomputed == 6
-    _assert_nothing_is_held(pair)
+    pair.assert_nothing_is_held()
     assert pair.prefill.handoffs.ownership.counters.num_opened == 6
 
 
@@ -232,7 +218,7 @@ def test_prefill_engine_that_fails_a_step_leaves_all_to_the_decode_engine(
     monkeypatch.setattr("replicas.engine.MAX_FAILED_STEPS", 1_000)
     monkeypatch.setattr(pair.prefill, "_num_failed_steps", 0)  # put back afterwards: the engine serves the next tests
     assert _tokens(run(pair, requests_for(prompts[:4], GREEDY))) == expected[:4]
-    _assert_nothing_is_held(pair)
+    pair.assert_nothing_is_held()
 
 
 def test_first_token_that_differs_is_computed_again_behind_the_one_that_is_out(
@@ -247,7 +233,7 @@ def test_first_token_that_differs_is_computed_again_behind_the_one_that_is_out(
     results = run(pair, requests_for(prompts[:6], params))
     assert _tokens(results) == expected[:6]
     assert [[lp.token_id for lp in result.logprobs] for result in results] == expected[:6]
-    _assert_nothing_is_held(pair)
+    pair.assert_nothing_is_held()
 
 
 def test_preempted_prefills_and_loads_still_give_the_same_tokens(
@@ -258,7 +244,7 @@ def test_preempted_prefills_and_loads_still_give_the_same_tokens(
     requests = [replace(request, priority=-i) for i, request in enumerate(requests_for(prompts[:12], GREEDY))]
     results = run(pair, requests)
     assert _tokens(results) == expected[:12]
-    _assert_nothing_is_held(pair)
+    pair.assert_nothing_is_held()
 
 
 def test_cancel_at_any_step_gives_every_block_back(pair: CheckedPair, prompts: list[list[int]]) -> None:
@@ -278,7 +264,7 @@ def test_cancel_at_any_step_gives_every_block_back(pair: CheckedPair, prompts: l
                 ends[item.key] = item.finish_reason
             pair.check()
         assert len(ends) == 4
-        _assert_nothing_is_held(pair)
+        pair.assert_nothing_is_held()
 
 
 @pytest.mark.slow
@@ -288,56 +274,12 @@ def test_no_request_reads_a_freed_block_under_random_operations(
 ) -> None:
     """5,000 operations each: adds, cancels, expiries of either side and steps, with every freed block full of NaN."""
     pair = _restarted(pair, num_blocks=36, caching=caching)
-    chance = random.Random(8)
-    running: dict[Any, int] = {}  # key -> which prompt
-    said: dict[Any, list[int]] = {}
-    num_ended = 0
-    poisoned: list[set[int]] = [set(), set()]
-    for number in range(5_000):
-        draw = chance.random()
-        if draw < 0.12 and len(running) < 8:
-            which = chance.randrange(12)
-            (request,) = requests_for([prompts[which]], GREEDY, prefix=f"{number}-")
-            request = replace(request, priority=chance.randrange(2))
-            pair.add_request(request)
-            running[request.key], said[request.key] = which, []
-        elif draw < 0.15 and running:
-            pair.cancel(chance.choice(list(running)))
-        elif draw < 0.2:
-            ownership = chance.choice([pair.prefill, pair.decode]).handoffs.ownership
-            for transfer in list(ownership._transfers.values())[:1]:
-                transfer.deadline_s = 0.0
-        else:
-            for item in pair.step().progress:
-                said[item.key] += item.token_ids
-                if item.finish_reason is not None:
-                    which = running.pop(item.key)
-                    assert item.finish_reason in (FinishReason.LENGTH, FinishReason.CANCELLED), item.error
-                    tokens = said.pop(item.key)
-                    assert tokens == expected[which][: len(tokens)]
-                    assert len(tokens) == NUM_OUTPUT or item.finish_reason is FinishReason.CANCELLED
-                    num_ended += item.finish_reason is FinishReason.LENGTH
-            pair.check()
-        _poison(pair, poisoned)
-    for key in list(running):
-        pair.cancel(key)
-    while pair.has_work:
-        pair.step()
-        _poison(pair, poisoned)
-    assert num_ended > 200
+    operations = RandomOperations(pair, prompts[:12], expected, [[e.handoffs.source.kv] for e in (pair.prefill, pair.decode)])
+    operations.run(5_000, GREEDY)
+    assert operations.num_whole > 200
     assert pair.decode.handoffs.counters.num_loaded > 100
     assert pair.decode.handoffs.counters.num_recomputed > 10
-    _assert_nothing_is_held(pair)
-
-
-def _poison(pair: CheckedPair, poisoned: list[set[int]]) -> None:
-    """Fills what became free since the last call; `poisoned` keeps what is free already, of each engine."""
-    for engine, known in zip((pair.prefill, pair.decode), poisoned, strict=True):
-        free = set(engine.scheduler.pool._blank)
-        if fresh := free - known:
-            engine.handoffs.source.kv.fill(sorted(fresh), float("nan"))
-        known.clear()
-        known.update(free)
+    pair.assert_nothing_is_held()
 
 
 def test_unified_engine_refuses_to_hand_over_by_name(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
