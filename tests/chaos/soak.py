@@ -92,7 +92,7 @@ class Clients:
             return "hung up" if patience_s < 1 else "no answer in time"
         except httpx.HTTPError as error:
             return repr(error)
-        if response.status_code != 200 or '"error"' in text:
+        if response.status_code != 200 or '"error":' in text:
             return f"status {response.status_code}: {text[-200:]}"
         return "answered"
 
