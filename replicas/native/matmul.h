@@ -19,8 +19,15 @@
 namespace manta {
 
 constexpr int PANEL = LANES;
-constexpr int ROW_BLOCK = 96;  // rows, a multiple of MAX_ROWS
-constexpr int GROUP = 32;      // k's of quantized weights that share a scale
+constexpr int GROUP = 32;             // k's of quantized weights that share a scale
+constexpr int MAX_PANELS = 4;         // that are read side by side
+constexpr int ROW_BLOCK = 96;         // rows that all go over some panels before others do
+constexpr int BLOCK_WORDS = 1 << 14;  // of a panel, that stay in the second-level cache with as many that are fetched ahead
+// Rows that share each load of weights. The first-level cache keeps eight lines whose addresses differ by a multiple of 4 KiB.
+constexpr int TILE_ROWS = MAX_ROWS < 8 ? MAX_ROWS : 8;
+
+// Panels that a tile of so many rows takes: enough sums in flight, as many as there are registers for.
+constexpr int64_t panels_beside(int64_t rows) { return std::min<int64_t>(MAX_PANELS, NUM_SUMS / (rows * NUM_VECTORS)); }
 
 // Element types: how many k's a word holds, and how the j-th of them becomes a float; how many k's of the activations lie in the
 // 32 bits of a float.
@@ -58,6 +65,11 @@ template <typename E>
 constexpr int NUMBER_WORDS = GROUP / E::STEP * PANEL;  // of one group of a panel: the numbers
 template <typename E>
 constexpr int GROUP_WORDS = NUMBER_WORDS<E> + PANEL;   // and with 16 scales and 16 leasts of 16 bits
+// A panel's parts: a word for each output, or a group.
+template <typename E>
+constexpr int PART_K = IS_QUANTIZED<E> ? GROUP : E::STEP;
+template <typename E>
+constexpr int PART_WORDS = IS_QUANTIZED<E> ? GROUP_WORDS<E> : PANEL;
 
 template <typename E>
 struct PackedWeight {
@@ -104,15 +116,27 @@ void prepare(const float* row, const PackedWeight<E>& b, float* to) {
     }
 }
 
-// sum[r][p] += R rows times P panels, over `num_k` k's. `panel_stride` words lie between panels of B. What lies `ahead` words
-// further on is fetched meanwhile: the hardware's own prefetch stops at the end of each 4 KiB and has to start over.
+// Weights that a tile fetches for those after it: what lies `words` further on, of every `interval`-th line, as `interval` tiles go
+// over the same weights. Spread like this, fetching runs beside the multiplication; the hardware's own stops at the end of each 4 KiB.
+struct Ahead {
+    int64_t words, interval, wait;
+
+    bool is_due() {
+        if (wait-- > 0) return false;
+        wait = interval - 1;
+        return true;
+    }
+};
+
+// sum[r][p] += R rows times P panels, over `num_k` k's. `panel_stride` words lie between panels of B.
 template <int R, int P, typename E>
 inline __attribute__((always_inline)) void add_products(const float* a, int64_t a_stride, const uint32_t* b, int64_t panel_stride,
-                                                        int64_t num_k, int64_t ahead, Vector sum[R][P * NUM_VECTORS]) {
+                                                        int64_t num_k, Ahead& ahead, Vector sum[R][P * NUM_VECTORS]) {
     constexpr int V = P * NUM_VECTORS;
     for (int64_t k = 0; k < num_k; k += E::STEP, b += PANEL) {
         Words words[V];
-        UNROLL for (int p = 0; p < P; ++p) if (ahead > 0) __builtin_prefetch(b + p * panel_stride + ahead);
+        if (ahead.is_due())
+            UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(b + p * panel_stride + ahead.words);
         UNROLL for (int v = 0; v < V; ++v)
             std::memcpy(&words[v], b + v / NUM_VECTORS * panel_stride + v % NUM_VECTORS * WIDTH, sizeof words[v]);
         if constexpr (E::PER_FLOAT > 1) {
@@ -141,29 +165,18 @@ inline void clear(float* c, int64_t num_rows, int64_t c_stride, int64_t num) {
     asm volatile("" ::: "memory");
 }
 
-// c = A * B for R rows and one panel; or c += that.
-template <int R, typename E>
-void multiply_tile(const float* a, int64_t a_stride, const uint32_t* b, int64_t num_k, float* c, int64_t c_stride, bool accumulate) {
-    Vector sum[R][NUM_VECTORS];
-    clear<R, NUM_VECTORS>(sum);
-    if (accumulate)
-        UNROLL for (int r = 0; r < R; ++r) load_lanes(c + r * c_stride, sum[r]);
-    add_products<R, 1, E>(a, a_stride, b, 0, num_k, 0, sum);
-    UNROLL for (int r = 0; r < R; ++r) store_lanes(sum[r], c + r * c_stride);
-}
-
-// c += the products of one group of quantized weights, scaled. `b` holds the group's numbers, `scales` what follows them.
+// c += the products of one group of quantized weights, scaled.
 template <int R, int P, typename E>
 inline __attribute__((always_inline)) void multiply_group(const float* a, const float* group_sums, int64_t a_stride, const uint32_t* b,
-                                                          const uint32_t* scales, int64_t panel_stride, float* c, int64_t c_stride,
-                                                          int64_t ahead) {
+                                                          int64_t panel_stride, Ahead& ahead, float* c, int64_t c_stride) {
+    const uint32_t* scales = b + NUMBER_WORDS<E>;
     Vector sum[R][P * NUM_VECTORS];
     clear<R, P * NUM_VECTORS>(sum);
     add_products<R, P, E>(a, a_stride, b, panel_stride, GROUP, ahead, sum);
     UNROLL for (int p = 0; p < P; ++p) {
         Vector scale[NUM_VECTORS], least[NUM_VECTORS];
         const int16_t* of_panel = reinterpret_cast<const int16_t*>(scales + p * panel_stride);
-        if (ahead > 0) __builtin_prefetch(scales + p * panel_stride + ahead);
+        __builtin_prefetch(scales + p * panel_stride + ahead.words);
         load_lanes(of_panel, scale);
         load_lanes(of_panel + PANEL, least);
         UNROLL for (int r = 0; r < R; ++r) {
@@ -186,72 +199,43 @@ void finish(int64_t num_rows, const PackedWeight<E>& b, int64_t first_panel, int
             for (int64_t i = first_panel * PANEL; i < end_panel * PANEL; ++i) c[r * b.stride() + i] *= b.units[i];
 }
 
-// R rows times P panels from `panel` on, straight from the packed weights. The last AHEAD words of each panel fetch the beginning of
-// the panel that follows the P ones.
+// R rows times P panels from `panel` on, over the parts first .. end - 1 of these panels; those before are in c already.
 template <int R, int P, typename E>
-void multiply_whole_k(const float* a, int64_t a_stride, const PackedWeight<E>& b, int64_t panel, float* c) {
-    constexpr int64_t AHEAD = 512;  // words; a multiple of those of a group's numbers
-    const int64_t stride = b.panel_words(), skip = AHEAD + (P - 1) * stride;
-    const uint32_t* from = b.panels + panel * stride;
+void multiply_tile(const float* a, int64_t a_stride, const PackedWeight<E>& b, int64_t panel, int64_t first, int64_t end, Ahead ahead,
+                   float* c) {
+    const uint32_t* from = b.panels + panel * b.panel_words() + first * PART_WORDS<E>;
+    const float* a_k = a + first * PART_K<E> / E::PER_FLOAT;
     float* to = c + panel * PANEL;
     if constexpr (IS_QUANTIZED<E>) {
-        clear(to, R, b.stride(), P * PANEL);
-        for (int64_t g = 0; g < b.num_groups(); ++g, from += GROUP_WORDS<E>)
-            multiply_group<R, P, E>(a + g * GROUP, a + b.padded_k() + g, a_stride, from, from + NUMBER_WORDS<E>, stride, to, b.stride(),
-                                    (g + 1) * GROUP_WORDS<E> + AHEAD <= stride ? AHEAD : skip);
+        if (first == 0) clear(to, R, b.stride(), P * PANEL);
+        for (int64_t g = first; g < end; ++g, a_k += GROUP, from += GROUP_WORDS<E>)
+            multiply_group<R, P, E>(a_k, a + b.padded_k() + g, a_stride, from, b.panel_words(), ahead, to, b.stride());
     } else {
         Vector sum[R][P * NUM_VECTORS];
         clear<R, P * NUM_VECTORS>(sum);
-        const int64_t num_k = std::max<int64_t>(0, b.padded_k() - AHEAD / PANEL * E::STEP);
-        add_products<R, P, E>(a, a_stride, from, stride, num_k, AHEAD, sum);
-        add_products<R, P, E>(a + num_k / E::PER_FLOAT, a_stride, from + num_k / E::STEP * PANEL, stride, b.padded_k() - num_k, skip, sum);
+        if (first > 0)
+            UNROLL for (int r = 0; r < R; ++r)
+                UNROLL for (int p = 0; p < P; ++p) load_lanes(to + r * b.stride() + p * PANEL, &sum[r][p * NUM_VECTORS]);
+        add_products<R, P, E>(a_k, a_stride, from, b.panel_words(), (end - first) * E::STEP, ahead, sum);
         UNROLL for (int r = 0; r < R; ++r)
             UNROLL for (int p = 0; p < P; ++p) store_lanes(&sum[r][p * NUM_VECTORS], to + r * b.stride() + p * PANEL);
     }
 }
 
-// Few rows: the weights stream from memory once, several panels at a time to keep enough sums in flight.
-template <typename E>
-void multiply_few(const float* a, int64_t a_stride, int64_t num_rows, const PackedWeight<E>& b, int64_t first_panel, int64_t end_panel,
-                  float* c) {
-    with_rows(num_rows, [&](auto rows) {
-        constexpr int R = decltype(rows)::value;
-        constexpr int P = NUM_SUMS / (R * NUM_VECTORS) < 4 ? NUM_SUMS / (R * NUM_VECTORS) : 4;
-        int64_t p = first_panel;
-        for (; p + P <= end_panel; p += P) multiply_whole_k<R, P>(a, a_stride, b, p, c);
-        for (; p < end_panel; ++p) multiply_whole_k<R, 1>(a, a_stride, b, p, c);
-    });
-}
-
-// Many rows: a block of a panel stays in the first-level cache while all rows go over it and the next block is fetched.
-template <typename E>
-void multiply_many(const float* a, int64_t a_stride, int64_t num_rows, const PackedWeight<E>& b, int64_t panel, float* c) {
-    constexpr int64_t BLOCK_K = 128 * E::STEP, BLOCK_WORDS = IS_QUANTIZED<E> ? BLOCK_K / GROUP * GROUP_WORDS<E> : 128 * PANEL;
-    const int64_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    const uint32_t* from = b.panels + panel * b.panel_words();
-    float* to = c + panel * PANEL;
-    if constexpr (IS_QUANTIZED<E>) clear(to, num_rows, b.stride(), PANEL);
-    for (int64_t k = 0; k < b.padded_k(); k += BLOCK_K, from += BLOCK_WORDS) {
-        const int64_t num_k = std::min(BLOCK_K, b.padded_k() - k);
-        const uint32_t* next = from + b.panel_words() * num_k / b.padded_k();
+// All rows times P panels from `panel` on, in blocks of k that stay in the cache while tiles of rows go over them and fetch the next.
+template <int P, typename E>
+void multiply_panels(const float* a, int64_t a_stride, int64_t num_rows, const PackedWeight<E>& b, int64_t panel, float* c) {
+    const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS, num_parts = b.panel_words() / PART_WORDS<E>;
+    const int64_t num_blocks = (b.panel_words() + BLOCK_WORDS - 1) / BLOCK_WORDS;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+        const int64_t first = block * num_parts / num_blocks, end = (block + 1) * num_parts / num_blocks;
+        const int64_t ahead = (block + 1 < num_blocks ? end - first : P * num_parts - first) * PART_WORDS<E>;
         for (int64_t t = 0; t < num_tiles; ++t) {
             const int64_t r = t * num_rows / num_tiles;
-            for (int64_t i = t * BLOCK_WORDS / num_tiles / PANEL; i < (t + 1) * BLOCK_WORDS / num_tiles / PANEL; ++i)
-                __builtin_prefetch(next + i * PANEL);
-            with_rows((t + 1) * num_rows / num_tiles - r, [&](auto rows) {
+            with_rows<TILE_ROWS>((t + 1) * num_rows / num_tiles - r, [&](auto rows) {
                 constexpr int R = decltype(rows)::value;
-                const float* a_rk = a + r * a_stride + k / E::PER_FLOAT;
-                float* c_r = to + r * b.stride();
-                if constexpr (IS_QUANTIZED<E>) {
-                    const float* group_sums = a + r * a_stride + b.padded_k() + k / GROUP;
-                    for (int64_t g = 0; g < num_k / GROUP; ++g) {
-                        const uint32_t* group = from + g * GROUP_WORDS<E>;
-                        multiply_group<R, 1, E>(a_rk + g * GROUP, group_sums + g, a_stride, group, group + NUMBER_WORDS<E>, 0, c_r,
-                                                b.stride(), 0);
-                    }
-                } else {
-                    multiply_tile<R, E>(a_rk, a_stride, from, num_k, c_r, b.stride(), k > 0);
-                }
+                if constexpr (P <= panels_beside(R))
+                    multiply_tile<R, P>(a + r * a_stride, a_stride, b, panel, first, end, Ahead{ahead, num_tiles, t}, c + r * b.stride());
             });
         }
     }
@@ -261,31 +245,31 @@ void multiply_many(const float* a, int64_t a_stride, int64_t num_rows, const Pac
 // num_rows * b.prepared_stride() floats where b.wants_preparation().
 template <typename E>
 void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float* c, float* prepared, int num_threads) {
-    constexpr int64_t TOGETHER = 4;  // panels that are read side by side
-    const int64_t num_groups = (b.num_panels() + TOGETHER - 1) / TOGETHER;
-    // Handed out in some pieces for each thread: one that is held up costs little, and what was fetched ahead is mostly one's own.
-    const int64_t piece = std::max<int64_t>(1, num_groups / (8 * num_threads));
     const float* rows = b.wants_preparation() ? prepared : a;
     const int64_t stride = b.wants_preparation() ? b.prepared_stride() : b.num_k;
+    const int64_t num_together = panels_beside(std::min<int64_t>(num_rows, TILE_ROWS));
+    const int64_t num_blocks = (num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
 #pragma omp parallel num_threads(num_threads)
     {
         if (b.wants_preparation()) {
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < num_rows; ++r) prepare(a + r * b.num_k, b, prepared + r * stride);
         }
-#pragma omp for schedule(dynamic, piece)
-        for (int64_t g = 0; g < num_groups; ++g) {
-            const int64_t first = g * TOGETHER, end = std::min(first + TOGETHER, b.num_panels());
-            // Blocks of rows whose inputs and outputs stay in the second-level cache for all of these panels.
-            for (int64_t r = 0; r < num_rows; r += ROW_BLOCK) {
-                const int64_t num = std::min<int64_t>(ROW_BLOCK, num_rows - r);
-                const float* a_r = rows + r * stride;
-                float* c_r = c + r * b.stride();
-                if (num_rows <= MAX_ROWS)
-                    multiply_few(a_r, stride, num, b, first, end, c_r);
-                else
-                    for (int64_t p = first; p < end; ++p) multiply_many(a_r, stride, num, b, p, c_r);
-                finish(num, b, first, end, c_r);
+        // One run of panels for each thread, so that what it fetches ahead is its own.
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < num_threads; ++i) {
+            const int64_t end = (i + 1) * b.num_panels() / num_threads;
+            for (int64_t p = i * b.num_panels() / num_threads; p < end; p += num_together) {
+                const int64_t num = std::min(num_together, end - p);
+                // Blocks of rows whose inputs and outputs stay in the second-level cache for all of these panels.
+                for (int64_t block = 0; block < num_blocks; ++block) {
+                    const int64_t r = block * num_rows / num_blocks, num_r = (block + 1) * num_rows / num_blocks - r;
+                    float* c_r = c + r * b.stride();
+                    with_rows<MAX_PANELS>(num, [&](auto panels) {
+                        multiply_panels<decltype(panels)::value>(rows + r * stride, stride, num_r, b, p, c_r);
+                    });
+                    finish(num_r, b, p, p + num, c_r);
+                }
             }
         }
     }

@@ -162,11 +162,11 @@ inline void clear(Vector sum[R][V]) {
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int v = 0; v < V; ++v) sum[r][v] = zero;
 }
-// Calls `call` with `value` as a compile-time constant in 1 .. MAX_ROWS.
-template <int R = 1, typename F>
+// Calls `call` with `value` as a compile-time constant in 1 .. MOST.
+template <int MOST = MAX_ROWS, int R = 1, typename F>
 void with_rows(int64_t value, F&& call) {
-    if constexpr (R < MAX_ROWS) {
-        if (value > R) return with_rows<R + 1>(value, call);
+    if constexpr (R < MOST) {
+        if (value > R) return with_rows<MOST, R + 1>(value, call);
     }
     call(std::integral_constant<int, R>());
 }
