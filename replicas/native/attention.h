@@ -22,7 +22,7 @@ namespace manta {
 constexpr int CHUNK = 128;       // tokens between two updates of the running softmax
 constexpr int SPAN = 2 * WIDTH;  // tokens whose scores, or dims whose sums, are computed together
 constexpr int BLOCKS_AHEAD = 2;  // of keys, fetched before they are needed: blocks lie anywhere in memory
-constexpr int TILE_ROWS = 96;    // rows that share a chunk's words
+constexpr int QUERY_ROWS = 96;   // rows that share a chunk's words
 
 struct Shape {
     int64_t num_heads, num_kv_heads, k_dim, v_dim, block_size;
@@ -263,7 +263,7 @@ struct Work {
 template <typename Q, typename KV>
 void attend(const Q* query, const KV* k_cache, const KV* v_cache, Q* out, const int32_t* tables, int64_t table_stride,
             const int32_t* query_starts, const int32_t* context_lens, int64_t num_requests, const Shape& s, int num_threads) {
-    const int64_t tile_tokens = std::max<int64_t>(1, TILE_ROWS / (s.num_heads / s.num_kv_heads));
+    const int64_t tile_tokens = std::max<int64_t>(1, QUERY_ROWS / (s.num_heads / s.num_kv_heads));
     const int64_t k_size = s.k_dim * s.block_size, v_size = s.v_dim * s.block_size;
     std::vector<Work> work;
     for (int64_t r = 0; r < num_requests; ++r)
