@@ -26,8 +26,8 @@ from router.simulator.traces import TraceRequest, read_trace
 
 LINK_BYTES_PER_S = 50e9
 NUM_DEVICES = {"8b": 1, "70b": 4}
-STEP_TOKENS = (2_048, 512)
-"""Budgets of a step that unified replicas are tried with: a small one keeps TPOT low too. Decode pools have the last one."""
+STEP_TOKENS = (2_048, 512, 256)
+"""Budgets of a step that unified replicas are tried with: a small one keeps TPOT low too. Decode pools have 512."""
 
 
 def run(trace: list[TraceRequest], config: SimulationConfig, timer: StepTimer, policy: PolicyName, limits: list[float]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def main() -> None:
         num_replicas=options.replicas, num_blocks=timer.num_blocks(512), transfer_bytes_per_s=num_devices * LINK_BYTES_PER_S
     )
     layouts = {f"unified, {tokens} tokens a step": replace(base, max_num_batched_tokens=tokens) for tokens in STEP_TOKENS}
-    pools = replace(base, max_num_batched_tokens=STEP_TOKENS[-1], prefill_max_num_batched_tokens=options.prefill_tokens)
+    pools = replace(base, max_num_batched_tokens=512, prefill_max_num_batched_tokens=options.prefill_tokens)
     for num_prefill in map(int, options.splits.split(",")):
         name = f"{num_prefill} prefill, {options.replicas - num_prefill} decode"
         layouts[name] = replace(pools, num_prefill_replicas=num_prefill)
