@@ -25,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = str(options.model or prepare_default_model())
     looks: list[Quietness] = []
     engines: dict[str, Any] = {}
+    write = partial(_write, folder=options.output or (QUICK_RESULTS if options.quick else RESULTS))
     for name in options.engines or [name for name in ENGINES if not (options.quick and name in PEERS)]:
         looks.append(_look(options, model))
         logger.info("%s", name)
@@ -63,8 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             engines[name] = _run_worker(_task(options, name, model, engines.get("ours", {}).get("dtype")), options.timeout)
         if "error" in engines[name]:
             logger.info("  %s could not run: %s", name, engines[name]["error"])
+        write(_result(options, model, looks, load_before, engines))  # a run that is cut short keeps what it measured
     looks.append(_look(options, model))
-    result = {
+    write(_result(options, model, looks, load_before, engines))
+    return 1 if any("error" in engine for name, engine in engines.items() if name in OURS) else 0
+
+
+def _result(
+    options: argparse.Namespace, model: str, looks: Sequence[Quietness], load_before: float, engines: dict[str, Any]
+) -> dict[str, Any]:
+    return {
         "model": Path(model).name,
         "hardware": hardware_name(num_cores=options.threads),
         "hardware_line": hardware_line(options.threads),
@@ -79,8 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "warnings": noise_warnings(looks, load_before, options.threads),
         "engines": engines,
     }
-    _write(result, options.output or (QUICK_RESULTS if options.quick else RESULTS))
-    return 1 if any("error" in engine for name, engine in engines.items() if name in OURS) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
