@@ -156,6 +156,8 @@ class ChoiceStreams:
                     await self._sleep(pause_s)
                 except PairGivenUp:
                     logger.warning("request %s choice %d runs alone next", request.request_id, request.choice)
+                    if leases:  # what is booked on the decode replica, which lives, must not keep it from being the empty one
+                        self._backend.release(leases.pop(), journal.num_tokens)
                 self._record.num_failovers += 1
                 resend = journal.begin_attempt()
                 lease = replace(resend, request_id=f"{resend.request_id}-{resend.choice}-{resend.attempt}")

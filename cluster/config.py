@@ -24,6 +24,7 @@ from replicas.engine_config import EngineConfig
 from router.config import RouterConfig
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
+MAX_DRAIN_S = 86_400.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -56,8 +57,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not MODEL_NAME.fullmatch(self.name):
             raise ValueError(f"name must be letters, digits and ._:/- (at most 200), got {self.name!r}")
-        if self.drain_s < 0:
-            raise ValueError(f"drain_s must be at least 0, got {self.drain_s}")
+        if not 0 <= self.drain_s <= MAX_DRAIN_S:
+            raise ValueError(f"drain_s must be from 0 to {MAX_DRAIN_S:g}, got {self.drain_s}")
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
         if self.engine.role != "unified":

@@ -122,7 +122,7 @@ class PairStream:
         if side.is_over:
             await self._end_prefill()
         is_answered = told is not None and told.finish_reason is not None
-        if item.handoff is not None and self._decode is None and not is_answered and not self._ends_with_its_first_token:
+        if item.handoff is not None and self._decode is None and not is_answered and not self._request.ends_with_its_first_token:
             self._decode = self._open(self._decode_id, self._decode_role, replace(self._request, handoff=item.handoff))
         if self._prefill is None and self._decode is not None and not is_answered and not self._merge.has_decoded:
             self._hang = asyncio.create_task(self._backend.wait_hung(self._prefill_id))
@@ -172,12 +172,6 @@ class PairStream:
         self._merge.lose_prefill()
         self._resend_reason = None
         self._decode = self._open(self._decode_id, self._decode_role, request)
-
-    @property
-    def _ends_with_its_first_token(self) -> bool:
-        """Then there is nothing to hand over, unless the prefill side is lost."""
-        max_tokens = self._request.params.max_tokens
-        return max_tokens is not None and len(self._request.output_ids) + 1 >= max_tokens
 
     def _open(self, replica_id: str, role: Role, request: GenerationRequest) -> _Side:
         self._events.sent_to(replica_id)

@@ -69,5 +69,5 @@ def routing_request(model: str, request: GenerationRequest, *, block_size: int, 
         deadline_s=request.deadline_s,
         arrival_s=request.arrival_s,
         attempt=request.attempt,
-        is_whole=request.wants_prompt_logprobs,
+        is_whole=request.wants_prompt_logprobs or request.ends_with_its_first_token,
     )

@@ -210,11 +210,6 @@ class KVOwnership(Transfers):
         with self._lock:
             return sum(transfer.direction is Direction.OUT for transfer in self._transfers.values())
 
-    @property
-    def next_deadline_s(self) -> float | None:
-        with self._lock:
-            return min((t.deadline_s for t in self._transfers.values()), default=None)
-
     def collect(self) -> list[TransferRef]:
         """Closes what is past its deadline, frees what is closed and no longer touched. Returns what has let go."""
         now_s = self.clock()

@@ -329,7 +329,7 @@ def shutdown_timeout_s(drain_s: float, config: EngineConfig) -> float:
 
 def _transfer_host(wanted: str) -> str:
     """The node's own address in place of the default: replicas of other nodes must reach it, also of nodes that come later."""
-    return str(ray.util.get_node_ip_address()) if wanted == LOOPBACK else wanted
+    return str(ray.util.get_node_ip_address()) if wanted in (LOOPBACK, "localhost") else wanted
 
 
 def _num_threads(wanted: int | None, demand: CoreDemand) -> int:

@@ -16,6 +16,9 @@ KVTransfer = Literal["auto", "process-group", "object-store"]
 LOOPBACK = "127.0.0.1"
 
 
+MAX_KV_LEASE_S = 3600.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """How the ranks of one replica work together. Of the ways to divide a model only tensor parallelism is implemented."""
@@ -119,8 +122,10 @@ class EngineConfig:
             raise ValueError(f"quantization {self.quantization!r} needs the native runner; leave runner at 'auto', or quantization out")
         if self.quantized_cache_bytes < 0:
             raise ValueError(f"quantized_cache_bytes must be at least 0, got {self.quantized_cache_bytes}")
-        if self.kv_lease_s <= 0:
-            raise ValueError(f"kv_lease_s must be above 0, got {self.kv_lease_s}")
+        if not 0 < self.kv_lease_s <= MAX_KV_LEASE_S:
+            raise ValueError(f"kv_lease_s must be above 0 and at most {MAX_KV_LEASE_S:g}, got {self.kv_lease_s}")
+        if self.transfer_host in ("", "0.0.0.0", "::"):
+            raise ValueError(f"transfer_host must be an address under which other replicas reach this one, got {self.transfer_host!r}")
         if not self.max_step_s > 0:
             raise ValueError(f"max_step_s must be above 0, got {self.max_step_s}")
         if self.kv_transfer not in get_args(KVTransfer):

@@ -121,7 +121,9 @@ def make_transports(
     made: list[Transport] = []
     if config.kv_transfer in ("auto", ProcessGroupTransport.name):
         made.append(ProcessGroupTransport(device, host, deadline_s))
-    made += [one for make in extra_transports if (one := make(device)).name == config.kv_transfer or config.kv_transfer == "auto"]
+    if config.kv_transfer != ProcessGroupTransport.name:
+        extra = [make(device) for make in extra_transports]
+        made += [one for one in extra if config.kv_transfer in ("auto", one.name)]
     if not made:
         raise ValueError(
             f"kv_transfer {config.kv_transfer!r} is for replicas that Ray serves (make serve), which bring its object store; use 'auto' or "

@@ -65,6 +65,11 @@ class GenerationRequest:
         return RequestKey(self.request_id, self.choice)
 
     @property
+    def ends_with_its_first_token(self) -> bool:
+        """Then there is nothing that another replica could go on with."""
+        return self.params.max_tokens is not None and len(self.output_ids) + 1 >= self.params.max_tokens
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Not once a token was emitted: they came with the first one, in the same message."""
         return self.params.prompt_logprobs is not None and not self.output_ids

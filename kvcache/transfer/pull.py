@@ -118,8 +118,8 @@ class HandoffPull:
     def _run(self) -> None:
         try:
             output_ids = self._pull()
-        except (HandoffFailed, LinkLost, ValueError, RuntimeError) as error:  # a failed copy is a RuntimeError of torch
-            outcome = PullOutcome(error=self._cancelled or str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the KV is computed here; without an outcome nobody would
+            outcome = PullOutcome(error=self._cancelled or str(error) or repr(error))
         else:
             outcome = PullOutcome(
                 output_ids=output_ids,
@@ -156,8 +156,8 @@ class HandoffPull:
                     last_progress_s = time.monotonic()
                 part.is_computed, output_ids = batch.is_computed, batch.output_ids
                 self._transfers.renew(reservation.ref)
-            if lease is not None and all(part.session is not lease for part in unfinished):
-                lease.renew(self._handoff)
+                if lease is not None and part.session is not lease:
+                    lease.renew(self._handoff)
             if time.monotonic() - last_progress_s > self._deadline_s:
                 raise HandoffFailed(f"the source computed nothing new for {self._deadline_s:.0f} s")
         if lease is not None:

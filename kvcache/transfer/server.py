@@ -78,7 +78,7 @@ class TransferServer:
         link: DataLink | None = None
         try:
             transport = self._greet(channel)
-            invitation = transport.invite()
+            invitation = _invitation(channel, transport)
             channel.send({"ok": True, "invitation": invitation}, REPLY_DEADLINE_S)
             link = transport.accept(invitation)
             while True:
@@ -133,3 +133,12 @@ class TransferServer:
             case other:
                 raise ValueError(f"do must be read, renew or finish, got {other!r}")
         return {}, None
+
+
+def _invitation(channel: ControlChannel, transport: Transport) -> dict[str, Any]:
+    """Raises LinkLost, after the receiver was told to try another transport."""
+    try:
+        return transport.invite()
+    except (OSError, RuntimeError) as error:
+        channel.send({"ok": False, "error": f"transport {transport.name!r} does not work here: {error}"}, REPLY_DEADLINE_S)
+        raise LinkLost(f"transport {transport.name!r} makes no invitation: {error}") from error
