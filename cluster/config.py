@@ -69,7 +69,9 @@ class ModelConfig:
                     raise ValueError(f"{name} is a pool of mode disaggregated; set mode: disaggregated, or leave it out")
         elif self.num_replicas is not None:
             raise ValueError("num_replicas is of mode unified; set prefill.num_replicas and decode.num_replicas instead")
-        _ = self.pools  # made once to check what they are made of
+        engines = [pool.engine for pool in self.pools]
+        if self.engine.dtype == "auto" and len({(engine.device, engine.runner) for engine in engines}) > 1:
+            raise ValueError("engine.dtype must be named when the pools differ in device or runner: auto may choose another for each")
 
     @property
     def pools(self) -> tuple[Pool, ...]:

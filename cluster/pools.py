@@ -67,21 +67,17 @@ class Pool:
                 num_cpus=self.num_cpus if config.num_cpus is None else config.num_cpus,
                 num_gpus=self.num_gpus if config.num_gpus is None else config.num_gpus,
                 placement_strategy=config.placement_strategy or self.placement_strategy,
-                engine=_engine_of(self.engine, {**config.engine, "role": role}),
+                engine=_merged("engine", self.engine, {**config.engine, "role": role}),
             )
         except ValueError as error:
             raise ValueError(f"{role}.{error}") from error
 
 
-def _engine_of(engine: EngineConfig, keys: Mapping[str, Any]) -> EngineConfig:
+def _merged(key: str, value: Any, change: Any) -> Any:
+    """A section is changed key by key, anything else as a whole. Raises ValueError whose message starts with the key."""
+    if not (is_dataclass(value) and not isinstance(value, type) and isinstance(change, Mapping)):
+        return change
     try:
-        return replace(engine, **{key: _merged(getattr(engine, key), value) for key, value in keys.items()})
+        return replace(value, **{name: _merged(name, getattr(value, name), part) for name, part in change.items()})
     except ValueError as error:
-        raise ValueError(f"engine.{error}") from error
-
-
-def _merged(value: Any, change: Any) -> Any:
-    """A section is changed key by key, anything else as a whole."""
-    if is_dataclass(value) and not isinstance(value, type) and isinstance(change, Mapping):
-        return replace(value, **{key: _merged(getattr(value, key), part) for key, part in change.items()})
-    return change
+        raise ValueError(f"{key}.{error}") from error

@@ -118,14 +118,17 @@ class ReplicaState:
 
     def expire(self, now_s: float, expiry_s: float) -> list[Booking]:
         """Drops bookings that reports should have shown by now; returns those that nobody has released."""
-        lost: list[Booking] = []
-        while self._unseen and max(self._unseen[0].booked_s, self._unseen[0].arrives_s) + expiry_s <= min(now_s, self.reported_s):
-            booking = self._unseen.popleft()
-            if not booking.is_released:
-                self._count(booking, -1, booking.num_unseen)
-                lost.append(booking)
+        limit_s = min(now_s, self.reported_s) - expiry_s
+        overdue = [booking for booking in self._unseen if max(booking.booked_s, booking.arrives_s) <= limit_s]
+        if not overdue:
+            return []
+        self._unseen = deque(booking for booking in self._unseen if max(booking.booked_s, booking.arrives_s) > limit_s)
+        lost = [booking for booking in overdue if not booking.is_released]
+        for booking in lost:
+            self._count(booking, -1, booking.num_unseen)
+        for booking in overdue:
             booking.num_unseen = 0
-            self._snapshot = None
+        self._snapshot = None
         return lost
 
     def num_waiting(self, now_s: float) -> int:

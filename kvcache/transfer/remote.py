@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ from kvcache.handoff import HandoffFailed, KVHandoff
 from kvcache.tensors import KVTensors
 from kvcache.transfer.control import ControlChannel
 from kvcache.transfer.link import DataLink, KVBatch, LinkLost, Transport
+from kvcache.transfer.server import IDLE_S
 from kvcache.wire import WireFormat, num_values_per_block
 
 logger = logging.getLogger(__name__)
@@ -24,13 +26,16 @@ MAX_IDLE_SESSIONS = 4
 class RemoteConnector:
     """Owns the sessions that wait for their next handoff, and what is known of the way to each address."""
 
-    def __init__(self, transports: Sequence[Transport], kv: KVTensors, deadline_s: float = 10.0) -> None:
+    def __init__(
+        self, transports: Sequence[Transport], kv: KVTensors, deadline_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`transports` in the order of preference: the first that makes a link to an address is kept for it.
 
         `deadline_s` bounds every wait for a peer, besides the wait for blocks that it was asked to make.
         """
         self.kv, self.deadline_s = kv, deadline_s
         self._transports = tuple(transports)
+        self._clock = clock
         self._idle: dict[str, list[RemoteSession]] = {}  # address -> sessions
         self._works: dict[str, dict[str, bool]] = {}  # address -> name of a transport -> whether it brought something
         self._lock = threading.Lock()
@@ -95,12 +100,27 @@ class RemoteConnector:
 
     def try_keep(self, session: RemoteSession) -> bool:
         """Takes a session back for the next handoff; False when there are enough."""
+        session.idle_since_s = self._clock()
         with self._lock:
+            stale = self._take_stale()
             idle = self._idle.setdefault(session.address, [])
-            if len(idle) >= MAX_IDLE_SESSIONS:
-                return False
-            idle.append(session)
-            return True
+            is_kept = len(idle) < MAX_IDLE_SESSIONS
+            if is_kept:
+                idle.append(session)
+        for one in stale:
+            one.close()
+        return is_kept
+
+    def _take_stale(self) -> list[RemoteSession]:
+        """Sessions that the other side has given up by now. Replicas come back at other addresses, and nobody asks for the old."""
+        until_s = self._clock() - IDLE_S
+        stale = [session for idle in self._idle.values() for session in idle if session.idle_since_s < until_s]
+        for address in {session.address for session in stale}:
+            self._idle[address] = [session for session in self._idle[address] if session.idle_since_s >= until_s]
+            if not self._idle[address]:
+                del self._idle[address]
+                self._works.pop(address, None)
+        return stale
 
     def close(self) -> None:
         with self._lock:
@@ -136,6 +156,7 @@ class RemoteSession:
     def __init__(self, connector: RemoteConnector, address: str, channel: ControlChannel, transport: str, link: DataLink) -> None:
         """`transport` is the name of what made the link."""
         self.address = address
+        self.idle_since_s = 0.0
         self._connector, self._channel, self._transport, self._link = connector, channel, transport, link
 
     def read(self, handoff: KVHandoff, form: WireFormat, first: int, wait_s: float) -> KVBatch:
