@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,13 @@ def default_model_dir() -> Path:
 @pytest.fixture(scope="session")
 def default_tokenizer(default_model_dir: Path) -> Tokenizer:
     return Tokenizer.load(default_model_dir)
+
+
+@pytest.fixture
+def same_torch_threads() -> Iterator[None]:
+    """Engines set torch's threads for the whole process; the next test finds them as they were."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,7 @@ LOGITS_BOUND = 1e-4
 LOST_S = 10.0
 """Within which a killed rank must be noticed and every other one gone."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def same_threads_after() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("same_torch_threads")]
 
 
 def _load(folder: Path, size: int, **settings: Any) -> Engine:

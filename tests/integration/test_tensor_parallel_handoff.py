@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from kvcache.handoff import KVHandoff
 from replicas.disaggregated import DisaggregatedEngine
@@ -34,14 +33,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 LEASE_S = 1.0
 PATIENCE_S = 60.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def same_threads_after() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("same_torch_threads")]
 
 
 DEFAULT_MODEL: dict[str, Any] = {

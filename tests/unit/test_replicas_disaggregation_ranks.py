@@ -33,14 +33,9 @@ from tests.tiny_models import generated_by_transformers, save_tiny_model, tiny_p
 NUM_OUTPUT = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 
+pytestmark = pytest.mark.usefixtures("same_torch_threads")
+
 Folder = Callable[[str], tuple[Path, list[list[int]]]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Tiny models of each family divided over ranks, against transformers' own generate and the undivided engine."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,7 @@ from tests.tiny_models import SIZES, generated_by_transformers, save_tiny_model,
 NUM_OUTPUT = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=5)
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("same_torch_threads")
 
 
 @pytest.fixture(scope="module")
