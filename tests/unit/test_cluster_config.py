@@ -148,6 +148,23 @@ def test_shipped_config_is_valid(path: str) -> None:
             )
             for key, value in (("model", None), ("dtype", "float32"), ("block_size", 8), ("max_model_len", 9), ("kv_transfer", "auto"))
         ),
+        (
+            _disaggregated(decode={"engine": {"runner": "transformers"}}),
+            "args: models[0].engine.dtype must be named when the pools differ in device or runner",
+        ),
+        (
+            _disaggregated(decode={"engine": {"parallel": {"rank_deadline_s": 0}}}),
+            "args: models[0].decode.engine.parallel.rank_deadline_s must be above 0, got 0",
+        ),
+        *(
+            (
+                {"models": [{"name": "a", "engine": {"kv_lease_s": lease_s}}]},
+                "args: models[0].engine.kv_lease_s must be above 0 and at most",
+            )
+            for lease_s in (0, float("inf"), float("nan"), 1e12)
+        ),
+        ({"models": [{"name": "a", "engine": {"transfer_host": "0.0.0.0"}}]}, "args: models[0].engine.transfer_host must be an address"),
+        ({"models": [{"name": "a", "drain_s": float("inf")}]}, "args: models[0].drain_s must be from 0 to"),
         (_disaggregated(decode={"num_replicas": 0}), "args: models[0].decode.num_replicas must be at least 1, got 0"),
         (_disaggregated(prefill={"engine": {"max_num_seqs": 0}}), "args: models[0].prefill.engine.max_num_seqs must be at least 1, got 0"),
         (

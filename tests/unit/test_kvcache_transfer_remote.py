@@ -1,5 +1,6 @@
 """The transfer server and its receivers: transports tried in turn, links kept, silence and nonsense."""
 
+import queue
 import socket
 import time
 from collections.abc import Iterator
@@ -8,13 +9,14 @@ from typing import Any
 import pytest
 
 from kvcache.handoff import HeadShare
+from kvcache.ownership import TransferRef
 from kvcache.spec import CANONICAL_LAYOUT
 from kvcache.transfer.control import ControlChannel
-from kvcache.transfer.link import Connector, LinkLost
+from kvcache.transfer.link import Connector, LinkLost, SourceSession
 from kvcache.transfer.process_group import ProcessGroupTransport
-from kvcache.transfer.pull import PullOutcome
+from kvcache.transfer.pull import HandoffPull, PullOutcome
 from kvcache.transfer.remote import RemoteConnector
-from kvcache.transfer.server import TransferServer
+from kvcache.transfer.server import IDLE_S, TransferServer
 from tests.transfer_sides import CPU, NUM_HEADS, Pulling, Side, make_handoff, reserve
 
 
@@ -72,6 +74,47 @@ def test_link_is_kept_for_the_next_handoff() -> None:
     with pytest.raises(LinkLost, match="no transfer server"):
         connector.connect(server.address)
     connector.close()
+
+
+def test_session_that_nobody_asks_for_is_closed_once_the_other_side_gave_it_up() -> None:
+    taker = Side(CANONICAL_LAYOUT)
+    transport = ProcessGroupTransport(CPU)
+    servers = [TransferServer(Side(CANONICAL_LAYOUT).source, {transport.name: transport}) for _ in range(2)]
+    now_s = 0.0
+    connector = RemoteConnector([ProcessGroupTransport(CPU)], taker.kv, clock=lambda: now_s)
+    old = connector.connect(servers[0].address)
+    old.close(is_reusable=True)
+    now_s = IDLE_S + 1
+    connector.connect(servers[1].address).close(is_reusable=True)
+    assert old.is_broken()
+    new = connector.connect(servers[0].address)
+    assert new is not old
+    new.close()
+    connector.close()
+    for server in servers:
+        server.close()
+
+
+class Broken:
+    """Stands for a connector with a bug."""
+
+    def connect(self, address: str) -> SourceSession:
+        raise KeyError("invitation")
+
+
+def test_pull_ends_with_an_outcome_whatever_its_transport_raises() -> None:
+    side = Side(CANONICAL_LAYOUT)
+    outcomes: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
+    HandoffPull(
+        make_handoff(TransferRef(1, 1), 4, HeadShare(first=0, end=NUM_HEADS, address="tcp://127.0.0.1:1")),
+        (0, NUM_HEADS),
+        connector=Broken(),
+        transfers=side.ownership,
+        kv=side.kv,
+        on_end=outcomes.put,
+        deadline_s=1.0,
+    )
+    assert "invitation" in str(outcomes.get(timeout=5.0).error)
 
 
 def test_peer_that_never_joins_its_group_holds_up_no_other() -> None:

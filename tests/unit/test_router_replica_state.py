@@ -123,6 +123,17 @@ def test_expire_drops_only_what_newer_reports_do_not_show() -> None:
     assert replica.num_unseen == 0
 
 
+def test_expire_finds_the_overdue_behind_one_that_may_still_come() -> None:
+    replica = state()
+    late, lost = booking("late", at_s=0.0), booking("lost", at_s=1.0)
+    replica.book(late, 0.0)
+    replica.book(lost, 1.0)
+    late.arrives_s = 60.0  # its pair still computes the prompt
+    replica.apply_report(report(num_steps=1), 20.0, RATES)
+    assert replica.expire(20.0, 10.0) == [lost]
+    assert replica.num_unseen == 1
+
+
 def test_recent_work_is_utilization_times_the_window_from_the_start_on() -> None:
     replica = state()
     last_s = int(2 * RECENT_WORK_S)
