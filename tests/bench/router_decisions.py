@@ -1,8 +1,6 @@
 """What a decision costs: time at 64 and 1,000 replicas, and memory over millions of requests.
 
-    python -m tests.bench.router_decisions speed [OUT.json]
-    python -m tests.bench.router_decisions lookup [OUT.json]
-    python -m tests.bench.router_decisions soak [NUM_REQUESTS] [OUT.json]
+    python -m tests.bench.router_decisions speed | lookup | soak [--requests NUMBER] [--output FILE]
 
 No engine runs: replicas are counters that report what they were sent. Every prompt is 8,000 tokens in 500 blocks (in the
 soak 320 in 20), half of it one of a few hundred shared prefixes. A decision's time is `submit` and `step` together, with
@@ -11,9 +9,9 @@ its booking, in CPU time of the thread, so that other work on the machine counts
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 from collections import OrderedDict, deque
 from itertools import pairwise
 from pathlib import Path
@@ -254,11 +252,17 @@ def soak(num_requests: int, out: Path | None) -> None:
         out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-if __name__ == "__main__":
-    target = Path(sys.argv[-1]) if sys.argv[-1].endswith(".json") else None
-    if sys.argv[1] == "speed":
-        speed(target)
-    elif sys.argv[1] == "lookup":
-        lookup(target)
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.router_decisions", description=__doc__)
+    parser.add_argument("what", choices=("speed", "lookup", "soak"))
+    parser.add_argument("--requests", type=int, default=2_000_000, help="of the soak")
+    parser.add_argument("--output", type=Path, help="a file for the figures as JSON")
+    options = parser.parse_args()
+    if options.what == "soak":
+        soak(options.requests, options.output)
     else:
-        soak(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 2_000_000, target)
+        {"speed": speed, "lookup": lookup}[options.what](options.output)
+
+
+if __name__ == "__main__":
+    main()
