@@ -42,6 +42,8 @@ class AccessRecord:
     """How often a choice was sent to a prefill and a decode replica."""
     recomputes: list[str] = field(default_factory=list)
     """For each choice whose decode replica could not take over from the prefill one: why it had to compute the prompt itself."""
+    num_losses: int = 0
+    """Replicas that choices lost, those among them whose partner went on by itself."""
     num_failovers: int = 0
     pauses_s: list[float] = field(default_factory=list)
     """For each choice that went on elsewhere: from the loss of its replica until its next token."""
@@ -58,7 +60,7 @@ class AccessRecord:
         """Actual over predicted time from decision to first token; None after a loss on the way, which nobody predicts."""
         if self.first_token_s is None or self.decided_s is None or not self.predicted_ttft_s:
             return None
-        if self.num_failovers or self.recomputes:
+        if self.num_losses or self.recomputes:
             return None
         return (self.first_token_s - self.decided_s) / self.predicted_ttft_s
 

@@ -174,6 +174,7 @@ class ChoiceStreams:
         request = journal.current_request()
         logger.warning("request %s choice %d: %s; going on from token %d", request.request_id, request.choice, error, journal.num_tokens)
         pause_s = losses.add(error, journal.num_tokens)
+        self._record.num_losses += 1
         if isinstance(error, ReplicaDied) and not isinstance(error, ReplicaHung):
             self._backend.report_gone(error.replica_id)
         if losses.is_condemned:

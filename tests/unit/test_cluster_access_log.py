@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +35,7 @@ def test_pair_that_had_to_begin_anew_is_told_and_is_no_measure_of_predictions(ca
     caplog.set_level(logging.INFO, logger="manta.access")
     made = record(decided_s=10.0, first_token_s=10.5, predicted_ttft_s=0.25)
     assert made.prediction_ratio == 2.0
+    assert replace(made, num_losses=1).prediction_ratio is None, "whatever went on after it, nobody predicted it"
     made.recomputes.append("prefill_lost")
     assert made.prediction_ratio is None
     log_access(made)
