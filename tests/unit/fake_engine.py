@@ -21,7 +21,8 @@ LOGPROB = -0.5
 class EchoEngine:
     """Token i of the answer is token i of the prompt; after the last comes EOS.
 
-    `gate`, when cleared, holds every step back. `tokens_left` makes it die after that many more tokens.
+    `gate`, when cleared, holds every step back; `close_gate_after` clears it once that many more tokens are out, so that a test finds
+    a request in the middle of its answer on any machine. `tokens_left` makes it die after that many more tokens.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class EchoEngine:
         self.scheduler = Scheduler(config, self.pool)
         self.gate = threading.Event()
         self.gate.set()
+        self.close_gate_after: int | None = None
         self.tokens_left: int | None = None
         self._eos = eos_token_id
         self._failing_token_id = failing_token_id
@@ -79,6 +81,11 @@ class EchoEngine:
         sampling = [chunk.state for chunk in plan.chunks if chunk.samples]
         first = {state.request.key: state.request for state in sampling if state.num_output_tokens == 0}
         token_ids = [self._next(state.request, state.num_output_tokens) for state in sampling]
+        if self.close_gate_after is not None:
+            self.close_gate_after -= len(token_ids)
+            if self.close_gate_after <= 0:
+                self.close_gate_after = None
+                self.gate.clear()
         if self.tokens_left is not None:
             self.tokens_left -= len(token_ids)
             if self.tokens_left < 0:

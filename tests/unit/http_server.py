@@ -20,7 +20,7 @@ async def serving(app: FastAPI) -> AsyncIterator[int]:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", ws="none", timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not server.started:
                     await asyncio.sleep(0.005)
             yield port

@@ -109,7 +109,7 @@ class InProcessCluster:
     add_replica: Callable[[], Awaitable[Replica]]
     """Starts one more, and returns when the router knows it."""
 
-    async def wait_idle(self, timeout_s: float = 5.0) -> None:
+    async def wait_idle(self, timeout_s: float = 30.0) -> None:
         """Returns when no engine has a request or holds a block. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while any(each.engine.has_work or each.engine.pool.num_free != each.engine.pool.num_blocks for each in self.replicas):

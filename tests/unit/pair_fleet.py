@@ -151,7 +151,7 @@ class Fleet:
 
     async def wait_idle(self) -> None:
         """Every block is back."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while any(
                 engine.has_work or engine.scheduler.pool.num_free < engine.scheduler.pool.num_blocks for engine in self.engines.values()
             ):

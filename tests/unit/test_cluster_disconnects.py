@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.unit.fake_engine import EchoEngine
 from tests.unit.http_server import serving
 from tests.unit.in_process_cluster import MODEL, InProcessCluster
 
@@ -29,21 +30,28 @@ async def post(port: int, *, stream: bool, prompt: str = "one two three", n: int
     return reader, writer
 
 
-async def wait_running(cluster: InProcessCluster, count: int) -> None:
-    async with asyncio.timeout(5):
-        while len(cluster.replicas[0].engine.scheduler.running) < count:
+async def wait_in_decode(engine: EchoEngine, count: int) -> None:
+    """Waits for `count` requests at the closed gate, and lets them get into the middle of their answers."""
+    async with asyncio.timeout(30):
+        while len(engine.scheduler.waiting) < count:
             await asyncio.sleep(0.002)
+        engine.close_gate_after = 20 * count
+        engine.gate.set()
+        while engine.gate.is_set():
+            await asyncio.sleep(0.002)
+    assert len(engine.scheduler.running) == count
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_disconnect_in_decode_frees_every_block(cluster: InProcessCluster, port: int, stream: bool, n: int) -> None:
+    engine = cluster.replicas[0].engine
+    engine.gate.clear()
     _, writer = await post(port, stream=stream, n=n)
-    await wait_running(cluster, n)
-    cluster.replicas[0].engine.gate.clear()  # on a busy machine it would come to its end before anybody hears of the client
+    await wait_in_decode(engine, n)
     writer.close()
     await cluster.wait_idle()
-    assert cluster.replicas[0].engine.stats().num_cancelled == n
+    assert engine.stats().num_cancelled == n
     assert cluster.records[-1].status == 499
 
 
@@ -55,12 +63,12 @@ async def test_disconnect_while_queued_leaves_the_queue(cluster: InProcessCluste
     await asyncio.sleep(0.1)
     for writer in writers:
         writer.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while any(model["num_waiting"] for model in (await cluster.backend.describe_router()).values()):
             await asyncio.sleep(0.005)
     engine.gate.set()
     await cluster.wait_idle()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while any(model["num_bookings"] for model in (await cluster.backend.describe_router()).values()):
             await asyncio.sleep(0.005)
 
@@ -83,7 +91,7 @@ async def test_slow_reader_does_not_stop_the_others(cluster: InProcessCluster, p
     _, slow = await post(port, stream=True)  # never read
     reader, fast = await post(port, stream=True)
     fast_bytes = 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while b"[DONE]" not in (data := await reader.read(65536)):
             fast_bytes += len(data)
     assert fast_bytes > 0

@@ -200,11 +200,12 @@ async def test_replica_death_in_mid_stream_is_only_a_pause(default_tokenizer: To
 
 async def test_death_of_the_only_replica_is_a_pause_until_it_is_back(default_tokenizer: Tokenizer) -> None:
     prompt = " ".join(str(number) for number in range(200))
+    config = GatewayConfig(failover=FailoverPolicy(replica_timeout_s=30.0))
     router_config = RouterConfig(no_replica_timeout_s=0.02)
-    async with running_cluster(default_tokenizer, router_config=router_config) as cluster, client_of(cluster) as client:
+    async with running_cluster(default_tokenizer, config=config, router_config=router_config) as cluster, client_of(cluster) as client:
         cluster.replicas[0].engine.tokens_left = 100
         stream = asyncio.create_task(client.post(TEXT, json={"model": MODEL, "prompt": prompt, "max_tokens": 1000, "stream": True}))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await cluster.backend.describe_router())[MODEL]["replicas"]:
                 await asyncio.sleep(0.002)  # nothing tells of the router's view
             assert (await client.post(TEXT, json={"model": MODEL, "prompt": "x", "max_tokens": 1})).status_code == 503
@@ -247,7 +248,7 @@ async def test_priority_header_sets_the_tier_and_a_wrong_one_is_refused(default_
             asyncio.create_task(client.post(TEXT, json={"model": MODEL, "prompt": "x", "max_tokens": 2}, headers={"X-Priority": str(p)}))
             for p in [0] * 20 + [7] * 5
         ]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while "7" not in (await cluster.backend.describe_router()).get(MODEL, {}).get("tiers", {}):
                 await asyncio.sleep(0.002)
         cluster.replicas[0].engine.gate.set()

@@ -78,11 +78,13 @@ async def test_client_gets_rate_limit_error_when_the_queue_is_full(client: Async
 
 
 async def test_client_raises_when_an_error_event_ends_the_stream(client: AsyncOpenAI, cluster: InProcessCluster) -> None:
+    engine = cluster.replicas[0].engine
+    engine.close_gate_after = 20
     extra = {"ignore_eos": True}
     stream = await client.completions.create(model=MODEL, prompt="a b c d", max_tokens=1900, stream=True, extra_body=extra)
-    text = (await anext(stream)).choices[0].text
-    cluster.replicas[0].engine.tokens_left = 0
-    assert text
+    assert (await anext(stream)).choices[0].text
+    engine.tokens_left = 0
+    engine.gate.set()
 
     async def read_to_the_end() -> None:
         async for _ in stream:

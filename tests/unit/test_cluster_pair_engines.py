@@ -71,7 +71,7 @@ async def test_every_loss_at_every_message_leaves_the_tokens_and_no_block(fleet:
         backend = EngineBackend(fleet.replicas)
         backend.losses = {replica_id: (num_messages, loss)}
         case = (replica_id, num_messages, loss.__name__)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             assert await fleet.answer(backend, prompt, params, f"loss-{number}") == expected, case
         assert backend.gone == ([replica_id] if loss is ReplicaDied else []), case
         assert fleet.record.num_failovers == (replica_id == "d"), case

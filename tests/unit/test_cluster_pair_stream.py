@@ -60,7 +60,7 @@ def ask(default_tokenizer: Tokenizer, backend: PairBackend) -> Ask:
 
     async def read(answer: Answer, params: SamplingParams, policy: FailoverPolicy) -> Answer:
         prepared = PreparedGeneration(response_id="a", model="m", requests=(replace(REQUEST, params=params),), params=params)
-        async with asyncio.timeout(5), ChoiceStreams(prepared, model, backend, answer.record, policy) as streams:
+        async with asyncio.timeout(30), ChoiceStreams(prepared, model, backend, answer.record, policy) as streams:
             async for delta in streams:
                 answer.deltas.setdefault(delta.index, []).append(delta)
         return answer
@@ -117,7 +117,7 @@ async def test_lost_prefill_replica_is_replaced_by_the_decode_replica(ask: Ask, 
 async def test_prefill_replica_that_hangs_before_its_kv_is_taken_is_not_waited_for(ask: Ask, backend: PairBackend) -> None:
     backend.can_take_over = False
     reader = ask(replace(PARAMS, logprobs=0), FailoverPolicy(max_deaths=1))  # it had ended there: not a death of its own
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not backend.prefills_released:
             await asyncio.sleep(0)
     backend.hung["p"].set()
@@ -196,7 +196,7 @@ async def test_prefill_is_not_released_while_one_choice_is_there(ask: Ask, backe
     backend.pause_at = "handed over"
     reader = ask(replace(PARAMS, n=2))
     await backend.is_paused.wait()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (len(sent_to(backend, "d")), backend.num_open["d"]) != (2, 1):
             await asyncio.sleep(0)
     assert not backend.prefills_released
