@@ -13,24 +13,15 @@ from replicas.model_loader import choose_model
 from replicas.model_support import UnsupportedModel
 from replicas.sampling_params import SamplingParams
 from tests.engine_harness import requests_for, run
-from tests.tiny_models import CONFIGS, NATIVE_FAMILIES, SIZES, generated_by_transformers, save_tiny_model, tiny_prompts
+from tests.tiny_models import CONFIGS, NATIVE_FAMILIES, SIZES, generated_by_transformers, tiny_prompts
 
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Saves a tiny random model of a family once and gives its folder."""
-    folders: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in folders:
-            folders[name] = save_tiny_model(name, tmp_path_factory.mktemp(name))
-        return folders[name]
-
-    return folder
+pytestmark = pytest.mark.usefixtures("same_torch_threads")
 
 
 def _engine(folder: Path, **settings: Any) -> Engine:
-    defaults: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 4 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    defaults: dict[str, Any] = {
+        "dtype": "float32", "kv_cache_bytes": 4 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_threads": 1,
+    }  # fmt: skip
     return Engine.load(EngineConfig(model=str(folder), **{**defaults, **settings}))
 
 

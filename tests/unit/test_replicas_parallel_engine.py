@@ -10,28 +10,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig, ParallelConfig
 from replicas.model_support import UnsupportedModel
+from replicas.native.build import load_native_library
 from replicas.parallel.ranks import RankLost
 from replicas.sampling_params import SamplingParams
 from tests.engine_harness import requests_for, run
 from tests.rank_threads import ThreadLauncher
-from tests.tiny_models import SIZES, generated_by_transformers, save_tiny_model, tiny_prompts
+from tests.tiny_models import SIZES, generated_by_transformers, tiny_prompts
 
 NUM_OUTPUT = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=5)
 
 pytestmark = pytest.mark.usefixtures("same_torch_threads")
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folders: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in folders:
-            folders[name] = save_tiny_model(name, tmp_path_factory.mktemp(name))
-        return folders[name]
-
-    return folder
 
 
 def _load(folder: Path, size: int, launcher: ThreadLauncher | None = None, **settings: Any) -> Engine:
@@ -127,6 +116,10 @@ def test_seeded_draws_at_two_equal_those_on_one_rank(folder_of: Any, runner: str
 def test_quantized_weights_at_two_pass_the_check_and_answer_alike_twice(
     folder_of: Any, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    load_native_library()
+    cache = Path(".cache") / "manta"
+    (tmp_path / cache).mkdir(parents=True)
+    (tmp_path / cache / "native").symlink_to(Path.home() / cache / "native")  # kernels take long to build
     monkeypatch.setenv("HOME", str(tmp_path))  # where quantized weights are cached
     answers = []
     for _ in ("made", "cached"):
@@ -136,7 +129,7 @@ def test_quantized_weights_at_two_pass_the_check_and_answer_alike_twice(
         finally:
             engine.close()
     assert answers[0] == answers[1]
-    assert len(list((tmp_path / ".cache" / "manta" / "packed").glob("*.safetensors"))) == 2, "each rank caches its own part"
+    assert len(list((tmp_path / cache / "packed").glob("*.safetensors"))) == 2, "each rank caches its own part"
 
 
 def test_fingerprint_does_not_depend_on_the_number_of_ranks(folder_of: Any) -> None:
