@@ -46,7 +46,6 @@ class Engine:
         runner: ModelRunner,
         sampler: Sampler,
         description: ModelDescription,
-        device: torch.device,
         clock: Callable[[], float] = time.monotonic,
         handoffs: Handoffs | None = None,
         leader: Leader | None = None,
@@ -59,7 +58,6 @@ class Engine:
         self._runner = runner
         self._leader = leader
         self._sampler = sampler
-        self._device = device
         self._clock = clock
         self._sampling: dict[RequestKey, SamplingState] = {}
         self._statistics = StepStatistics()
@@ -232,7 +230,7 @@ class Engine:
         return progress
 
     def _run(self, plan: StepPlan) -> SampledTokens:
-        step = StepTensors.of(plan, self.description.block_size, self._device)
+        step = StepTensors.of(plan, self.description.block_size)
         logits_NV = self._runner.forward(step)
         states = [self._sampling[c.state.request.key] for c in plan.chunks if c.samples]
         if any(chunk.scored for chunk in plan.chunks):

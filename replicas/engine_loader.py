@@ -147,7 +147,6 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         runner=runner,
         sampler=Sampler(loaded.vocab_size, None if loaded.native_library is None else NativeDraw(loaded.native_library)),
         description=description,
-        device=loaded.device,
         handoffs=handoffs,
         leader=leader,
     )
@@ -184,8 +183,8 @@ class _DryRun:
         start = 0
         for end in chunk_ends:
             chunk = ScheduledChunk(state=state, start=start, num_tokens=end - start, samples=True, is_prefill=True)
-            step = StepTensors.of(StepPlan(chunks=(chunk,)), self._block_size, self._loaded.device)
-            rows.append(self._runner.forward(step))
+            step = StepTensors.of(StepPlan(chunks=(chunk,)), self._block_size)
+            rows.append(self._runner.forward(step).clone())
             start = end
         return torch.cat(rows)
 

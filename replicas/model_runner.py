@@ -25,7 +25,8 @@ class ModelRunner(Protocol):
     """What the engine needs of a model. Faster runners for common families stand behind the same contract."""
 
     def forward(self, step: StepTensors) -> Tensor:
-        """Writes the step's KV and returns the logits of `step.logit_rows`, float32 [N, V]."""
+        """Writes the step's KV and returns the logits of `step.logit_rows`, float32 [N, V]. The step is on the host; the next
+        forward may write over the logits."""
         ...
 
 
@@ -100,6 +101,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def forward(self, step: StepTensors) -> Tensor:
+        step = step.to(self._kv.device)
         visitor = _PagedStep(self._backend, self._kv, step)
         return _logits(self._model, step.token_ids_T, step.positions_T, step.logit_rows, paged=visitor)
 

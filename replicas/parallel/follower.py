@@ -57,7 +57,6 @@ class Follower:
         self._loaded = load_model(choice, self._group)
         rank = RankModel.allocate(config, self._loaded, self._group)
         self._runner = rank.runner(config)
-        self._device = choice.device
         self._transfers: FollowerTransfers | None = None
         if config.role != "unified":
             host = _transfer_host(config, channel.own_host)
@@ -78,7 +77,7 @@ class Follower:
     def obey(self, kind: Kind, message: bytes) -> None:
         """A step's forward pass, together with all other ranks, or an order of rank 0 about handoffs."""
         if kind is Kind.STEP:
-            self._runner.forward(StepTensors.from_arrays(decode_step(message), self._device))
+            self._runner.forward(StepTensors.from_arrays(decode_step(message)))
         else:
             assert self._transfers is not None, "a unified replica hands nothing over"
             self._transfers.obey(message)

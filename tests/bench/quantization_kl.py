@@ -65,7 +65,7 @@ def logprobs(model: str | None, prompts: Sequence[Sequence[int]], quantization: 
         state: Any = object.__new__(RequestState)  # a step needs no more of it than tokens and blocks
         state.token_ids, state.block_ids = list(prompt), list(range(-(-len(prompt) // block_size)))
         chunk = ScheduledChunk(state=state, start=0, num_tokens=len(prompt), samples=True, is_prefill=True)
-        step = StepTensors.of(StepPlan(chunks=(chunk,)), block_size, torch.device("cpu"))
+        step = StepTensors.of(StepPlan(chunks=(chunk,)), block_size)
         step = dataclasses.replace(step, logit_rows=torch.arange(len(prompt)))
         found.append(engine._runner.forward(step).log_softmax(-1))
     return found

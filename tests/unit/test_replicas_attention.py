@@ -92,7 +92,7 @@ class _Case:
                 for position in range(chunk.start):
                     block, offset = chunk.state.block_ids[position // self.block_size], position % self.block_size
                     to[block, :, offset] = old[block, :, offset]
-        step = StepTensors.of(StepPlan(chunks=tuple(self.chunks)), self.block_size, CPU)
+        step = StepTensors.of(StepPlan(chunks=tuple(self.chunks)), self.block_size)
         return backend.attend(call, self.q_HTD, self.k_KTD, self.v_KTD, kv.layer(0), step), kv
 
 
@@ -175,7 +175,7 @@ def test_native_whole_or_in_chunks_or_beside_others_gives_the_same_bits(
         chunk = ScheduledChunk(state=state, start=start, num_tokens=end - start, samples=True, is_prefill=True)
         other: Any = SimpleNamespace(block_ids=other_blocks, token_ids=[0] * 3)
         beside = ScheduledChunk(state=other, start=0, num_tokens=3, samples=True, is_prefill=True)
-        step = StepTensors.of(StepPlan(chunks=(beside, chunk)), 16, CPU)
+        step = StepTensors.of(StepPlan(chunks=(beside, chunk)), 16)
         padded = [torch.cat([torch.ones_like(x[:, :3]), x[:, rows]], dim=1) for x in (whole.q_HTD, whole.k_KTD, whole.v_KTD)]
         found = native.attend(call, *padded, whole_kv.layer(0), step)
         assert torch.equal(found[3:], expected[rows])

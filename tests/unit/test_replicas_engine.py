@@ -50,7 +50,6 @@ def engine(runner: CountingRunner) -> Engine:
         runner=runner,
         sampler=Sampler(VOCAB_SIZE),
         description=description,
-        device=torch.device("cpu"),
     )
 
 

@@ -96,7 +96,7 @@ def _step(chunks: list[tuple[list[int], int, int]], first_block: int = 0) -> Ste
         state: Any = object.__new__(RequestState)
         state.token_ids, state.block_ids = token_ids, list(range(first_block + 8 * index, first_block + 8 * index + 8))
         scheduled.append(ScheduledChunk(state=state, start=start, num_tokens=end - start, samples=True, is_prefill=True))
-    return StepTensors.of(StepPlan(chunks=tuple(scheduled)), 16, CPU)
+    return StepTensors.of(StepPlan(chunks=tuple(scheduled)), 16)
 
 
 def _sequence(length: int, seed: int) -> list[int]:

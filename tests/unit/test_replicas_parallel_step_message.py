@@ -10,8 +10,6 @@ from replicas.parallel.step_message import decode_step, encode_step
 from replicas.step_arrays import StepArrays
 from replicas.step_tensors import StepTensors
 
-CPU = torch.device("cpu")
-
 
 @st.composite
 def steps(draw: st.DrawFn) -> StepArrays:
@@ -32,7 +30,7 @@ def steps(draw: st.DrawFn) -> StepArrays:
 
 @given(step=steps())
 def test_decoded_step_gives_the_tensors_of_the_encoded_one(step: StepArrays) -> None:
-    found, expected = StepTensors.from_arrays(decode_step(encode_step(step)), CPU), StepTensors.from_arrays(step, CPU)
+    found, expected = StepTensors.from_arrays(decode_step(encode_step(step))), StepTensors.from_arrays(step)
     for name in ("token_ids_T", "positions_T", "slots_T", "query_starts_R1", "context_lens_R", "block_tables_RM", "logit_rows"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert (found.max_query_len, found.max_context_len) == (expected.max_query_len, expected.max_context_len)
