@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from replicas.async_engine import KVChanges, merge_progress
+from replicas.cuda_graphs import GraphedRunner
 from replicas.engine_config import EngineConfig
 from replicas.handoff_wiring import HandoffWiring
 from replicas.handoffs import Handoffs
@@ -49,14 +50,16 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         handoffs: Handoffs | None = None,
         leader: Leader | None = None,
+        graphs: GraphedRunner | None = None,
     ) -> None:
         """`handoffs` lets it exchange KV with other engines; every engine computes prefills and decodes alike. `leader` owns
-        the other ranks, which `runner` talks to."""
+        the other ranks, which `runner` talks to. `graphs` is the runner when it counts what it replayed."""
         self.description = description
         self.scheduler = scheduler
         self.handoffs = handoffs
         self._runner = runner
         self._leader = leader
+        self._graphs = graphs
         self._sampler = sampler
         self._clock = clock
         self._sampling: dict[RequestKey, SamplingState] = {}
@@ -180,6 +183,7 @@ class Engine:
         handoffs = self.handoffs
         return replace(
             self._statistics.snapshot(),
+            num_graphed_steps=0 if self._graphs is None else self._graphs.num_graphed_steps,
             transfer_tokens_per_s=None if handoffs is None else handoffs.rate.tokens_per_s,
             handoffs=NO_HANDOFFS if handoffs is None else handoffs.stats(),
             num_running=len(running),

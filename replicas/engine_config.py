@@ -78,6 +78,9 @@ class EngineConfig:
     False keeps it float32, which takes longer."""
     attention_backend: str = "auto"
     """auto, or the name of one backend in replicas/attention; for the transformers runner."""
+    cuda_graphs: bool = False
+    """Decode steps replayed as CUDA graphs, which are recorded at load for up to `max_num_seqs` rows. Where they cannot be (a CPU,
+    several ranks, an attention backend other than varlen_cuda, a model that asks for values on the way) one warning says why."""
     num_threads: int | None = None
     """Threads that compute. None takes the cores that this process may use; replicas of one machine share them."""
     trust_remote_code: bool = False

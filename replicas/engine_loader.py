@@ -16,6 +16,7 @@ from kvcache.hashing import CacheIdentity
 from kvcache.prefix_cache import BlockKeyChain
 from kvcache.tensors import bytes_per_token
 from replicas.attention.backend import LayerCall
+from replicas.cuda_graphs import GraphedRunner
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig, Quantization
 from replicas.handoff_wiring import HandoffWiring, RemoteWiring
@@ -149,6 +150,7 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         description=description,
         handoffs=handoffs,
         leader=leader,
+        graphs=runner if isinstance(runner, GraphedRunner) else None,
     )
 
 

@@ -30,6 +30,7 @@ GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
 
 COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_engine_steps": ("Steps run", lambda stats: stats.num_steps),
+    "manta_engine_graphed_steps": ("Of the steps run, those replayed as CUDA graphs", lambda stats: stats.num_graphed_steps),
     "manta_prompt_tokens": ("Prompt tokens computed, again after a preemption included", lambda stats: stats.num_prompt_tokens),
     "manta_cached_prompt_tokens": ("Prompt tokens whose KV came from the prefix cache", lambda stats: stats.num_cached_tokens),
     "manta_generated_tokens": ("Tokens generated", lambda stats: stats.num_generated_tokens),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 from kvcache.tensors import KVTensors, bytes_per_token
 from replicas.attention.backend import AttentionBackend, LayerCall
 from replicas.attention.selection import select_backend
+from replicas.cuda_graphs import CudaCapture, DecodeShape, GraphCapture, graphed
 from replicas.engine_config import EngineConfig
 from replicas.kv_sizing import KVSize, cpu_budget_bytes, size_kv
 from replicas.model_loader import LoadedModel
@@ -18,6 +20,8 @@ from replicas.native.decoder import LAYOUT, NativeDecoder
 from replicas.native.packed_cache import PackedCache, content_key
 from replicas.parallel.collectives import RankGroup
 from replicas.parallel.native_shard import ShardedDecoder
+
+logger = logging.getLogger(__name__)
 
 MAX_BUDGET_TOKENS = 8192
 """Most tokens that a step is ever made for."""
@@ -35,6 +39,8 @@ class RankModel:
     """The same on every rank."""
     kv: KVTensors
     group: RankGroup
+    capture: GraphCapture | None
+    """Records decode steps; they write to a block beyond `size` for rows of no request."""
 
     @classmethod
     def allocate(cls, config: EngineConfig, loaded: LoadedModel, group: RankGroup) -> RankModel:
@@ -43,16 +49,17 @@ class RankModel:
         backend = None
         if loaded.native_library is None:
             backend = select_backend(config.attention_backend, calls.values(), loaded.dtype, loaded.device)
-        size = _size(config, loaded, calls, group)
+        capture = choose_capture(config, loaded, backend)
+        size = _size(config, loaded, calls, group, num_spare_blocks=0 if capture is None else 1)
         kv = KVTensors(
             kv_groups(calls),
             layout=LAYOUT if backend is None else backend.layout,
-            num_blocks=size.num_blocks,
+            num_blocks=size.num_blocks + (capture is not None),
             block_size=config.block_size,
             dtype=loaded.dtype,
             device=loaded.device,
         )
-        return cls(loaded=loaded, calls=calls, backend=backend, size=size, kv=kv, group=group)
+        return cls(loaded=loaded, calls=calls, backend=backend, size=size, kv=kv, group=group, capture=capture)
 
     @property
     def kv_heads(self) -> range:
@@ -65,7 +72,7 @@ class RankModel:
         """May take the model's weights over; raises NativeMismatch when the native step does not know the model."""
         loaded = self.loaded
         if self.backend is not None:
-            return TransformersRunner(loaded.model, self.backend, self.kv)
+            return self._graphed(TransformersRunner(loaded.model, self.backend, self.kv), config.max_num_seqs)
         assert loaded.native_library is not None
         cache = None
         if (quantization := config.quantization) is not None:
@@ -75,13 +82,42 @@ class RankModel:
             return ShardedDecoder(*known, self.group, loaded.part.tokens, quantization=quantization, cache=cache)
         return NativeDecoder(*known, quantization=quantization, cache=cache)
 
+    def _graphed(self, runner: ModelRunner, max_num_seqs: int) -> ModelRunner:
+        if self.capture is None:
+            return runner
+        shape = DecodeShape(
+            max_rows=max_num_seqs,
+            max_context_len=self.size.max_model_len,
+            block_size=self.kv.block_size,
+            spare_block=self.size.num_blocks,
+        )
+        return graphed(runner, self.capture, shape, self.loaded.device)
 
-def _size(config: EngineConfig, loaded: LoadedModel, calls: Mapping[int, LayerCall], group: RankGroup) -> KVSize:
+
+def choose_capture(config: EngineConfig, loaded: LoadedModel, backend: AttentionBackend | None) -> GraphCapture | None:
+    """What `cuda_graphs` asks for, or None with a warning where it cannot be had."""
+    if not config.cuda_graphs:
+        return None
+    reason = None
+    if loaded.device.type != "cuda":
+        reason = f"they are of CUDA, and the device is {loaded.device.type}"
+    elif config.tensor_parallel_size > 1:
+        reason = "a step of several ranks is not recorded"
+    elif backend is None or not backend.is_recordable:
+        reason = f"attention {'native' if backend is None else backend.name} cannot be recorded"
+    if reason is None:
+        return CudaCapture(loaded.device)
+    logger.warning("cuda_graphs has no effect here: %s", reason)
+    return None
+
+
+def _size(config: EngineConfig, loaded: LoadedModel, calls: Mapping[int, LayerCall], group: RankGroup, *, num_spare_blocks: int) -> KVSize:
     if loaded.device.type == "cuda":
-        budget_bytes, reason = _cuda_budget_bytes(config, loaded)
+        budget_bytes, reason = _cuda_budget_bytes(config, loaded, num_graphed_rows=config.max_num_seqs if num_spare_blocks else 0)
     else:
         budget_bytes, reason = cpu_budget_bytes(config.kv_cache_bytes, group.size)
     per_token = bytes_per_token(kv_groups(calls), loaded.dtype)
+    budget_bytes -= num_spare_blocks * per_token * config.block_size
     if group.size > 1:
         per_block = per_token * config.block_size
         budget_bytes = group.least(budget_bytes // per_block) * per_block
@@ -97,16 +133,24 @@ def _size(config: EngineConfig, loaded: LoadedModel, calls: Mapping[int, LayerCa
     )
 
 
-def _cuda_budget_bytes(config: EngineConfig, loaded: LoadedModel) -> tuple[int, str]:
-    """What `gpu_memory_utilization` leaves after the weights and the activations of a full step."""
+def _cuda_budget_bytes(config: EngineConfig, loaded: LoadedModel, *, num_graphed_rows: int) -> tuple[int, str]:
+    """What `gpu_memory_utilization` leaves after the weights and the activations of a full step, and of graphs in their own memory."""
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes, "kv_cache_bytes"
     num_tokens = config.max_num_batched_tokens or MAX_BUDGET_TOKENS
-    torch.cuda.reset_peak_memory_stats(loaded.device)
-    before = torch.cuda.memory_allocated(loaded.device)
-    probe_layers(loaded.model, num_tokens)
-    activations = torch.cuda.max_memory_allocated(loaded.device) - before
+    activations = _cuda_activation_bytes(loaded, num_tokens)
+    if num_graphed_rows:
+        num_logits = num_graphed_rows * loaded.vocab_size
+        activations += _cuda_activation_bytes(loaded, num_graphed_rows) + num_logits * (loaded.dtype.itemsize + 2 * 4)
     free, total = torch.cuda.mem_get_info(loaded.device)
     budget = int(total * config.gpu_memory_utilization) - (total - free) - activations
     reason = f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / 2**30:.1f} GiB after weights and activations"
     return max(budget, 0), reason
+
+
+def _cuda_activation_bytes(loaded: LoadedModel, num_tokens: int) -> int:
+    """Greatest use of memory while so many tokens are computed, beyond what is there before."""
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    probe_layers(loaded.model, num_tokens)
+    return torch.cuda.max_memory_allocated(loaded.device) - before

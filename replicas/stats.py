@@ -50,6 +50,8 @@ class ReplicaStats:
     transfer_tokens_per_s: float | None = None
     """Measured speed at which KV of other replicas came in (EWMA over handoffs); None before the first."""
     num_steps: int = 0
+    num_graphed_steps: int = 0
+    """Of these, replayed as CUDA graphs."""
     num_prompt_tokens: int = 0
     """Computed, those computed again after a preemption included; cached ones are not."""
     num_cached_tokens: int = 0

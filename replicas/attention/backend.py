@@ -32,6 +32,8 @@ class AttentionBackend(Protocol):
 
     name: str
     layout: KVLayout
+    is_recordable: bool
+    """Asks the device for no value, so that a CUDA graph can hold its calls."""
 
     def attend(
         self,

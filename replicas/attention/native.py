@@ -35,6 +35,7 @@ class NativeAttention:
 
     name = "native"
     layout = KVLayout("hdt", "htd")
+    is_recordable = False
     dtypes = (torch.float32, torch.bfloat16)
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -14,6 +14,7 @@ class ReferenceAttention:
 
     name = "reference"
     layout = KVLayout("thd", "thd")
+    is_recordable = False
 
     def attend(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kvcache.spec import KVLayout
@@ -14,11 +16,15 @@ class VarlenCudaAttention:
 
     name = "varlen_cuda"
     layout = KVLayout("thd", "thd")
+    is_recordable = True
     dtypes = (torch.float16, torch.bfloat16)
 
-    def __init__(self) -> None:
-        from torch.nn.attention.varlen import varlen_attn  # needs CUDA builds' kernels, so only imported where chosen
+    def __init__(self, varlen_attn: Callable[..., object] | None = None) -> None:
+        """`varlen_attn` stands in for torch's own."""
+        if varlen_attn is None:
+            from torch.nn.attention.varlen import varlen_attn as from_torch  # only imported where chosen
 
+            varlen_attn = from_torch
         self._varlen_attn = varlen_attn
 
     def attend(
