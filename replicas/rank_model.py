@@ -48,7 +48,7 @@ class RankModel:
         calls = probe_layers(loaded.model)
         backend = None
         if loaded.native_library is None:
-            backend = select_backend(config.attention_backend, calls.values(), loaded.dtype, loaded.device)
+            backend = select_backend(config.attention_backend, calls.values(), loaded.dtype, loaded.device, config.block_size)
         capture = choose_capture(config, loaded, backend)
         size = _size(config, loaded, calls, group, num_spare_blocks=0 if capture is None else 1)
         kv = KVTensors(

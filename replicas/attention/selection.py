@@ -15,17 +15,18 @@ logger = logging.getLogger(__name__)
 NAMES = ("auto", "reference", "native", "varlen_cuda")
 
 
-def select_backend(name: str, calls: Iterable[LayerCall], dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+def select_backend(name: str, calls: Iterable[LayerCall], dtype: torch.dtype, device: torch.device, block_size: int) -> AttentionBackend:
     """`name` is one of NAMES. A named backend that cannot serve raises ValueError; "auto" takes the next one."""
     if name not in NAMES:
         raise ValueError(f"attention_backend must be one of {', '.join(NAMES)}, got {name!r}")
     if name == "reference":
         return ReferenceAttention()
     wanted = name if name != "auto" else ("varlen_cuda" if device.type == "cuda" else "native")
-    reason = _why_not(wanted, list(calls), dtype, device)
+    calls = list(calls)
+    reason = _why_not(wanted, calls, dtype, device)
     if reason is None:
         try:
-            backend = _create(wanted)
+            backend = _create(wanted, calls, dtype, device, block_size)
         except RuntimeError as error:
             reason = str(error)
         else:
@@ -54,7 +55,7 @@ def _why_not(name: str, calls: list[LayerCall], dtype: torch.dtype, device: torc
     return None
 
 
-def _create(name: str) -> AttentionBackend:
+def _create(name: str, calls: list[LayerCall], dtype: torch.dtype, device: torch.device, block_size: int) -> AttentionBackend:
     """Raises RuntimeError with the reason when the machine lacks what the backend needs."""
     if name == "native":
         from replicas.attention.native import NativeAttention
@@ -63,4 +64,7 @@ def _create(name: str) -> AttentionBackend:
         return NativeAttention(load_native_library())
     from replicas.attention.varlen_cuda import VarlenCudaAttention
 
-    return VarlenCudaAttention()
+    backend = VarlenCudaAttention()
+    for call in {(call.num_heads, call.num_kv_heads, call.k_dim): call for call in calls}.values():
+        backend.try_out(call, dtype, device, block_size)
+    return backend

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from kvcache.spec import KVLayout
 from replicas.attention.backend import LayerCall
+from replicas.step_arrays import StepArrays
 from replicas.step_tensors import StepTensors
 
 
 class VarlenCudaAttention:
-    """float16 and bfloat16 without softcap. Which block sizes the kernel takes depends on the device: try it first."""
+    """float16 and bfloat16 without softcap. Which block sizes the kernel takes depends on the build of torch and the device: its own
+    FlashAttention 2 takes multiples of 256."""
 
     name = "varlen_cuda"
     layout = KVLayout("thd", "thd")
@@ -26,6 +29,32 @@ class VarlenCudaAttention:
 
             varlen_attn = from_torch
         self._varlen_attn = varlen_attn
+
+    def try_out(self, call: LayerCall, dtype: torch.dtype, device: torch.device, block_size: int) -> None:
+        """One token through the kernel. Raises RuntimeError with one line when it does not take such blocks or heads."""
+        arrays = StepArrays.with_blocks(
+            token_ids_T=np.zeros(1, dtype=np.int32),
+            lens_R=np.ones(1, dtype=np.int32),
+            context_lens_R=np.ones(1, dtype=np.int32),
+            blocks=np.zeros(1, dtype=np.int32),
+            logit_rows_N=np.zeros(1, dtype=np.int32),
+            block_size=block_size,
+        )
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        kv = (zeros(1, block_size, call.num_kv_heads, call.k_dim), zeros(1, block_size, call.num_kv_heads, call.v_dim))
+        q_HTD, k_KTD, v_KTD = (
+            zeros(call.num_heads, 1, call.k_dim),
+            zeros(call.num_kv_heads, 1, call.k_dim),
+            zeros(call.num_kv_heads, 1, call.v_dim),
+        )
+        try:
+            self.attend(call, q_HTD, k_KTD, v_KTD, kv, StepTensors.from_arrays(arrays).to(device))
+        except RuntimeError as error:
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise RuntimeError(f"torch's kernel refuses blocks of {block_size} tokens: {said}; multiples of 256 work on any GPU") from error
 
     def attend(
         self,
