@@ -117,7 +117,7 @@ def _engine(folder: Path, device: str, **settings: object) -> Engine:
 
 
 def _backend_name(engine: Engine) -> str:
-    return str(engine._runner._backend.name)  # type: ignore[attr-defined]
+    return str(getattr(engine._runner, "_eager", engine._runner)._backend.name)
 
 
 def make_prompts(vocab_size: int) -> list[list[int]]:

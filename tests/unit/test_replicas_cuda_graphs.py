@@ -24,6 +24,7 @@ from replicas.request import FinishReason, GenerationRequest, RequestKey
 from replicas.sampling_params import SamplingParams
 from replicas.step_arrays import StepArrays
 from replicas.step_tensors import StepTensors
+from tests.eager_capture import EagerCapture
 from tests.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from tests.tiny_models import save_tiny_model
 from tests.varlen_twin import varlen_twin
@@ -33,14 +34,6 @@ BLOCK_SIZE = 4
 MAX_LEN = 64
 SHAPE = DecodeShape(max_rows=11, max_context_len=MAX_LEN, block_size=BLOCK_SIZE, spare_block=40)
 ASKS_FOR_VALUES = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique")
-
-
-class EagerCapture:
-    """The work itself, run again on the same memory."""
-
-    def capture(self, work: Callable[[], None]) -> Replay:
-        work()
-        return work
 
 
 class StrictCapture:
