@@ -31,6 +31,8 @@ NUM_PROMPTS = 50
 NUM_TOKENS = 24
 STEP_TOKENS = 16  # so few that a long prompt takes its time
 LONG_PROMPT = "A long tale of rivers and of those who live beside them, told again. " * 150
+NUM_LONG = 8
+"""Long prompts at once: enough that the router's view, a fraction of a second old, shows the prefill replica at work."""
 RECOVERED_S = 60.0
 PREFILL, DECODE = f"replica-{MODEL}-prefill", f"replica-{MODEL}-decode"
 
@@ -190,7 +192,7 @@ async def test_explanation_of_an_answer_shows_its_pair(client: AsyncOpenAI, pool
 @pytest.mark.parametrize("moment", ["prefill", "decode"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_killed_side_is_only_a_pause(client: AsyncOpenAI, unified: AsyncOpenAI, pools: Deployed, side: str, moment: str) -> None:
-    prompts = [f"{index} {LONG_PROMPT}" for index in range(3)]
+    prompts = [f"{index} {LONG_PROMPT}" for index in range(NUM_LONG)]
     expected = await asyncio.gather(*(_streamed(unified, prompt, asyncio.Event(), 400) for prompt in prompts))
     pid = pools.pid_of({"prefill": PREFILL, "decode": DECODE}[side])
     started = [asyncio.Event() for _ in prompts]
@@ -206,7 +208,7 @@ async def test_killed_side_is_only_a_pause(client: AsyncOpenAI, unified: AsyncOp
 
 
 async def test_prefill_replica_that_hangs_is_only_a_pause(client: AsyncOpenAI, unified: AsyncOpenAI, pools: Deployed) -> None:
-    prompts = [f"hung {index} {LONG_PROMPT}" for index in range(3)]
+    prompts = [f"hung {index} {LONG_PROMPT}" for index in range(NUM_LONG)]
     expected = await asyncio.gather(*(_streamed(unified, prompt, asyncio.Event(), 100) for prompt in prompts))
     pid = pools.pid_of(PREFILL)
     streams = [asyncio.create_task(_streamed(client, prompt, asyncio.Event(), 100)) for prompt in prompts]
@@ -221,12 +223,14 @@ async def test_prefill_replica_that_hangs_is_only_a_pause(client: AsyncOpenAI, u
 
 @pytest.mark.parametrize("moment", ["prefill", "decode"])
 async def test_client_that_leaves_frees_both_sides_within_a_lease(client: AsyncOpenAI, pools: Deployed, moment: str) -> None:
-    body = {"model": MODEL, "prompt": f"{moment} {LONG_PROMPT}", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    body = {"model": MODEL, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    prompts = [f"{index} {moment} {LONG_PROMPT}" for index in range(NUM_LONG)]
     async with httpx.AsyncClient(timeout=60) as http:
-        task = asyncio.create_task(http.post(f"{pools.url}/v1/completions", json=body))
+        tasks = [asyncio.create_task(http.post(f"{pools.url}/v1/completions", json={**body, "prompt": prompt})) for prompt in prompts]
         await pools.wait_until(_runs_in(moment))
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     await pools.wait_until(is_idle, timeout_s=LEASE_S + 2)
     for deployment in (PREFILL, DECODE):
         assert (await _handoffs(pools, deployment)).num_leases == 0
