@@ -1,7 +1,7 @@
 """A Ray cluster of three nodes on this machine, one of which dies under streams. Run by `make chaos` after its scenarios.
 
-Every node is a raylet of its own with a replica each; gateway and router are on the first. The death of a node is that of
-whatever ran on it: its streams go on elsewhere.
+Every node is a raylet of its own with a replica each. The death of a node is that of whatever ran on it, so one without a gateway is
+chosen, whose connections would break: the streams go on elsewhere.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.chaos.served_cluster import MODEL
 from tests.chaos.streams import Load, golden_streams
 from tests.small_served_model import save_small_model
 
+APP = "manta"
 NODE_BYTES = 96 * 2**20  # object store; nothing of ours goes through it
 
 
@@ -40,13 +41,23 @@ async def wait_replicas(url: str, num_replicas: int, timeout_s: float) -> None:
             await asyncio.sleep(0.2)
 
 
+def node_without_gateway(cluster: Any) -> Any:
+    """A node other than the head, on which no gateway runs."""
+    from ray.serve.context import _get_global_client
+
+    replicas = _get_global_client().get_serve_details()["applications"][APP]["deployments"]["gateway"]["replicas"]
+    taken = {replica["node_id"] for replica in replicas}
+    return next(node for node in cluster.worker_nodes if node._node_id not in taken)
+
+
 async def run(url: str, cluster: Any, num_streams: int, num_tokens: int) -> list[str]:
     await wait_replicas(url, 3, 120.0)
     golden = await golden_streams(url, num_streams, num_tokens)
+    node = node_without_gateway(cluster)
     async with Load(url, num_streams, num_tokens, golden) as load:
         await load.wait_begun()
         harmed_s = time.monotonic()
-        await asyncio.to_thread(cluster.remove_node, next(iter(cluster.worker_nodes)), False)
+        await asyncio.to_thread(cluster.remove_node, node, False)
         streams = await load.wait_ended()
     pauses = sorted(stream.longest_gap_s(harmed_s) for stream in streams)
     print(f"a node of three died: longest pause {pauses[-1]:.2f} s, median {pauses[len(pauses) // 2]:.2f} s", *load.faults(), sep="\n    ")
@@ -85,7 +96,7 @@ def main() -> int:
             cluster.add_node(num_cpus=1, object_store_memory=NODE_BYTES)
         ray.init(address=cluster.address, log_to_driver=False)
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-        serve.run(build(args), name="manta", route_prefix="/")
+        serve.run(build(args), name=APP, route_prefix="/")
         faults = asyncio.run(run(f"http://127.0.0.1:{port}", cluster, arguments.streams, arguments.tokens))
         serve.shutdown()
     finally:
