@@ -33,6 +33,7 @@ from tests.data_paths import SHARED_DATA
 
 RAY_LOGS = Path("/tmp/ray/session_latest/logs")
 BLOCK_SIZE = 16
+BUSY_TOKENS = 3000  # of each stream that holds the only replica until all of both priorities wait
 STEP_TOKENS = 256  # the budget of a step, live and simulated
 
 
@@ -155,13 +156,14 @@ async def priority(cluster: ServedCluster, arguments: argparse.Namespace) -> int
     """More requests than fit, of two priorities, over two gateways: the urgent ones all begin first."""
     await cluster.wait_ready(300.0)
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as http:
-        busy = [asyncio.create_task(Stream(index=i, max_tokens=400).run(http, cluster.url)) for i in range(4)]
+        busy = [asyncio.create_task(Stream(index=i, max_tokens=BUSY_TOKENS).run(http, cluster.url)) for i in range(4)]
         await asyncio.sleep(0.5)
         streams = [Stream(index=i, max_tokens=30, body={"priority": 1 if i < 20 else -1}) for i in range(40)]
         tasks = []
         for stream in streams:  # the less urgent ones come first
             tasks.append(asyncio.create_task(stream.run(http, cluster.url)))
             await asyncio.sleep(0.005)
+        num_begun = sum(bool(stream.arrivals_s) for stream in streams)
         callers = set()
         while not all(task.done() for task in tasks):
             callers |= {name for each in (await cluster.view())["replicas"].values() for name in each["callers"]}
@@ -171,6 +173,9 @@ async def priority(cluster: ServedCluster, arguments: argparse.Namespace) -> int
     ranks = [rank for rank, stream in enumerate(order) if stream.body["priority"] == -1]
     num_early = sum(stream.body["priority"] == 1 for stream in order[: max(ranks)])
     print(f"40 requests over {len(callers)} gateways: {num_early} of 20 less urgent, sent first, began before the last urgent one")
+    if num_begun or len(callers) < 2:
+        print(f"this says nothing: {num_begun} had begun when the last was sent, and {len(callers)} of 2 gateways got requests")
+        return 1
     return int(num_early > 4)  # what was dispatched before the urgent ones came, and one in eight by age
 
 
