@@ -44,7 +44,7 @@ DEFAULT_MODEL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def prompts(default_tokenizer: Tokenizer) -> list[list[int]]:
-    return mixed_prompts(default_tokenizer)[::2]
+    return mixed_prompts(default_tokenizer)[::4]
 
 
 @pytest.fixture(scope="module")
