@@ -52,8 +52,8 @@ void manta_paged_attention(const MantaAttentionArgs* a) {
 // out [num_rows, outputs rounded up to 16] = in [num_rows, k] times a packed weight, for tests of the multiplication alone.
 void manta_multiply(const float* in, int64_t num_rows, const MantaLinear* linear, float* out, int32_t num_threads) {
     manta::with_weight(*linear, [&](auto weight) {
-        std::vector<float> prepared(weight.wants_preparation() ? num_rows * weight.prepared_stride() : 0);
-        manta::multiply(in, num_rows, weight, out, prepared.data(), num_threads);
+        manta::Lines<float> prepared(num_rows * weight.prepared_floats());
+        manta::multiply(in, num_rows, weight, out, prepared.begin(), num_threads);
     });
 }
 

@@ -4,7 +4,8 @@
 // one float, two bfloat16, four int8 or eight int4, the first in the lowest bits. Words are widened to float in registers. Every
 // output is one sum over k in a fixed order, whatever the number of rows, so a row's result is the same to the bit alone or in a
 // batch. Where the CPU has an instruction for pairs of bfloat16, words are not widened, and `prepare` rounds the activations to
-// bfloat16 too.
+// bfloat16 too. It lays the rows of a tile out line by line: one line of each, then the next ones. A tile so reads through its rows in
+// one piece; in rows of their own, lines a power of two apart would not stay in the first-level cache together.
 //
 // Quantized weights are w = unit * (scale * u + least): u unsigned, one unit for each output, scale and least integers for each output
 // and GROUP k's, which follow the group's words. A word is masked, not shifted, before it becomes a float, so u comes out times a
@@ -21,13 +22,22 @@ namespace manta {
 constexpr int PANEL = LANES;
 constexpr int GROUP = 32;             // k's of quantized weights that share a scale
 constexpr int MAX_PANELS = 4;         // that are read side by side
-constexpr int ROW_BLOCK = 96;         // rows that all go over some panels before others do
+constexpr int TILES_TOGETHER = 12;    // that all go over some panels before others do
 constexpr int BLOCK_WORDS = 1 << 14;  // of a panel, that stay in the second-level cache with as many that are fetched ahead
-// Rows that share each load of weights. The first-level cache keeps eight lines whose addresses differ by a multiple of 4 KiB.
-constexpr int TILE_ROWS = MAX_ROWS < 8 ? MAX_ROWS : 8;
+constexpr int LINE = 16;              // floats of a cache line
+constexpr int TILE_ROWS = MAX_ROWS < 8 ? MAX_ROWS : 8;  // rows that share each load of weights
 
 // Panels that a tile of so many rows takes: enough sums in flight, as many as there are registers for.
 constexpr int64_t panels_beside(int64_t rows) { return std::min<int64_t>(MAX_PANELS, NUM_SUMS / (rows * NUM_VECTORS)); }
+
+// Rows in tiles of nearly equal size.
+struct Tiles {
+    int64_t num_rows, num = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+
+    int64_t first(int64_t tile) const { return tile * num_rows / num; }
+    int64_t size(int64_t tile) const { return first(tile + 1) - first(tile); }
+    int64_t of(int64_t row) const { return ((row + 1) * num - 1) / num_rows; }
+};
 
 // Element types: how many k's a word holds, and how the j-th of them becomes a float; how many k's of the activations lie in the
 // 32 bits of a float.
@@ -85,35 +95,42 @@ struct PackedWeight {
     }
     int64_t num_groups() const { return padded_k() / GROUP; }
     int64_t panel_words() const { return IS_QUANTIZED<E> ? num_groups() * GROUP_WORDS<E> : padded_k() / E::STEP * PANEL; }
-    // Floats of a prepared row of activations: the numbers, then the sum of each group.
-    int64_t prepared_stride() const { return padded_k() / E::PER_FLOAT + (IS_QUANTIZED<E> ? num_groups() : 0); }
-    bool wants_preparation() const { return IS_QUANTIZED<E> || E::PER_FLOAT > 1 || padded_k() != num_k; }
+    // Of a prepared row of activations: lines of numbers, then lines with the sum of each group.
+    int64_t number_lines() const { return (padded_k() / E::PER_FLOAT + LINE - 1) / LINE; }
+    int64_t prepared_floats() const { return (number_lines() + (IS_QUANTIZED<E> ? (num_groups() + LINE - 1) / LINE : 0)) * LINE; }
 };
 
-// One row of activations as the tiles want it: padded with zeros; rounded to pairs of bfloat16, the first in the lowest bits; for
-// quantized weights divided and summed.
+// One row of activations as its tile wants it, in lines that are `stride` floats apart: padded with zeros; rounded to pairs of
+// bfloat16, the first in the lowest bits; for quantized weights divided and summed.
 template <typename E>
-void prepare(const float* row, const PackedWeight<E>& b, float* to) {
-    if constexpr (E::PER_FLOAT > 1) {
-        BFloat16* numbers = reinterpret_cast<BFloat16*>(to);
+void prepare(const float* row, const PackedWeight<E>& b, float* to, int64_t stride) {
+    constexpr int LINE_K = LINE * E::PER_FLOAT;
+    float* sums = to + b.number_lines() * stride;
+    for (int64_t k = 0; k < b.num_k; k += LINE_K, to += stride) {
+        float padded[LINE_K];
+        const float* from = row + k;
+        if (b.num_k - k < LINE_K) {
+            std::fill(std::copy(from, row + b.num_k, padded), padded + LINE_K, 0.0f);
+            from = padded;
+        }
+        if constexpr (E::PER_FLOAT > 1) {
+            BFloat16* numbers = reinterpret_cast<BFloat16*>(to);
 #pragma omp simd
-        for (int64_t k = 0; k < b.num_k; ++k) store(numbers + k, row[k]);
-        std::fill(numbers + b.num_k, numbers + b.padded_k(), BFloat16{0});
-        return;
-    }
-    std::memcpy(to, row, b.num_k * sizeof(float));
-    std::fill(to + b.num_k, to + b.padded_k(), 0.0f);
-    if constexpr (IS_QUANTIZED<E>) {
-        float* sums = to + b.padded_k();
-        for (int64_t g = 0; g < b.num_groups(); ++g) {
+            for (int i = 0; i < LINE_K; ++i) store(numbers + i, from[i]);
+        } else if constexpr (IS_QUANTIZED<E>) {
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t k = g * GROUP; k < (g + 1) * GROUP; ++k) sum += to[k];
-            sums[g] = sum;
+            for (int i = 0; i < LINE; ++i) sum += from[i];
+            float& of_group = sums[k / GROUP / LINE * stride + k / GROUP % LINE];
+            of_group = k % GROUP == 0 ? sum : of_group + sum;
+            UNROLL for (int i = 0; i < LINE; ++i) to[i] = from[i] * (1.0f / E::divisor(i));
+        } else {
+            std::copy_n(from, LINE, to);
         }
-        for (int64_t k = 0; k < b.padded_k(); k += E::STEP)
-            UNROLL for (int j = 0; j < E::STEP; ++j) to[k + j] *= 1.0f / E::divisor(j);
     }
+    // A group's second line may be all padding.
+    if constexpr (IS_QUANTIZED<E>)
+        if (b.number_lines() * LINE - b.num_k >= LINE) std::fill_n(to, LINE, 0.0f);
 }
 
 // Weights that a tile fetches for those after it: what lies `words` further on, of every `interval`-th line, as `interval` tiles go
@@ -126,33 +143,37 @@ struct Ahead {
         wait = interval - 1;
         return true;
     }
+    // To the second-level cache: the first has room for the block that is at hand only.
+    void fetch(const uint32_t* from) const { __builtin_prefetch(from + words, 0, 2); }
 };
 
-// sum[r][p] += R rows times P panels, over `num_k` k's. `panel_stride` words lie between panels of B.
+// sum[r][p] += R rows times P panels, over `num_k` k's from the start of a line. `panel_stride` words lie between panels of B.
 template <int R, int P, typename E>
-inline __attribute__((always_inline)) void add_products(const float* a, int64_t a_stride, const uint32_t* b, int64_t panel_stride,
-                                                        int64_t num_k, Ahead& ahead, Vector sum[R][P * NUM_VECTORS]) {
-    constexpr int V = P * NUM_VECTORS;
-    for (int64_t k = 0; k < num_k; k += E::STEP, b += PANEL) {
-        Words words[V];
-        if (ahead.is_due())
-            UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(b + p * panel_stride + ahead.words);
-        UNROLL for (int v = 0; v < V; ++v)
-            std::memcpy(&words[v], b + v / NUM_VECTORS * panel_stride + v % NUM_VECTORS * WIDTH, sizeof words[v]);
-        if constexpr (E::PER_FLOAT > 1) {
-            UNROLL for (int r = 0; r < R; ++r) {
-                uint32_t a_rk;
-                std::memcpy(&a_rk, a + r * a_stride + k / E::STEP, sizeof a_rk);
-                const Words same = Words{} + a_rk;
-                UNROLL for (int v = 0; v < V; ++v) E::add(sum[r][v], same, words[v]);
-            }
-        } else {
-            UNROLL for (int j = 0; j < E::STEP; ++j) {
-                Vector w[V];
-                UNROLL for (int v = 0; v < V; ++v) w[v] = E::widen(words[v], j);
+inline __attribute__((always_inline)) void add_products(const float* a, const uint32_t* b, int64_t panel_stride, int64_t num_k,
+                                                        Ahead& ahead, Vector sum[R][P * NUM_VECTORS]) {
+    constexpr int V = P * NUM_VECTORS, FLOATS = E::STEP / E::PER_FLOAT;  // of a row, that belong to a word
+    for (int64_t left = num_k / E::PER_FLOAT; left > 0; left -= LINE, a += R * LINE) {
+        for (int64_t i = 0; i < std::min<int64_t>(left, LINE); i += FLOATS, b += PANEL) {
+            Words words[V];
+            if (ahead.is_due())
+                UNROLL for (int p = 0; p < P; ++p) ahead.fetch(b + p * panel_stride);
+            UNROLL for (int v = 0; v < V; ++v)
+                std::memcpy(&words[v], b + v / NUM_VECTORS * panel_stride + v % NUM_VECTORS * WIDTH, sizeof words[v]);
+            if constexpr (E::PER_FLOAT > 1) {
                 UNROLL for (int r = 0; r < R; ++r) {
-                    const float a_rk = a[r * a_stride + k + j];
-                    UNROLL for (int v = 0; v < V; ++v) sum[r][v] += a_rk * w[v];
+                    uint32_t a_rk;
+                    std::memcpy(&a_rk, a + r * LINE + i, sizeof a_rk);
+                    const Words same = Words{} + a_rk;
+                    UNROLL for (int v = 0; v < V; ++v) E::add(sum[r][v], same, words[v]);
+                }
+            } else {
+                UNROLL for (int j = 0; j < E::STEP; ++j) {
+                    Vector w[V];
+                    UNROLL for (int v = 0; v < V; ++v) w[v] = E::widen(words[v], j);
+                    UNROLL for (int r = 0; r < R; ++r) {
+                        const float a_rk = a[r * LINE + i + j];
+                        UNROLL for (int v = 0; v < V; ++v) sum[r][v] += a_rk * w[v];
+                    }
                 }
             }
         }
@@ -167,16 +188,16 @@ inline void clear(float* c, int64_t num_rows, int64_t c_stride, int64_t num) {
 
 // c += the products of one group of quantized weights, scaled.
 template <int R, int P, typename E>
-inline __attribute__((always_inline)) void multiply_group(const float* a, const float* group_sums, int64_t a_stride, const uint32_t* b,
-                                                          int64_t panel_stride, Ahead& ahead, float* c, int64_t c_stride) {
+inline __attribute__((always_inline)) void multiply_group(const float* a, const float* group_sums, const uint32_t* b, int64_t panel_stride,
+                                                          Ahead& ahead, float* c, int64_t c_stride) {
     const uint32_t* scales = b + NUMBER_WORDS<E>;
     Vector sum[R][P * NUM_VECTORS];
     clear<R, P * NUM_VECTORS>(sum);
-    add_products<R, P, E>(a, a_stride, b, panel_stride, GROUP, ahead, sum);
+    add_products<R, P, E>(a, b, panel_stride, GROUP, ahead, sum);
     UNROLL for (int p = 0; p < P; ++p) {
         Vector scale[NUM_VECTORS], least[NUM_VECTORS];
         const int16_t* of_panel = reinterpret_cast<const int16_t*>(scales + p * panel_stride);
-        __builtin_prefetch(scales + p * panel_stride + ahead.words);
+        ahead.fetch(scales + p * panel_stride);
         load_lanes(of_panel, scale);
         load_lanes(of_panel + PANEL, least);
         UNROLL for (int r = 0; r < R; ++r) {
@@ -184,7 +205,7 @@ inline __attribute__((always_inline)) void multiply_group(const float* a, const 
             load_lanes(c + r * c_stride + p * PANEL, total);
             UNROLL for (int i = 0; i < NUM_VECTORS; ++i) {
                 total[i] += sum[r][p * NUM_VECTORS + i] * scale[i];
-                total[i] += group_sums[r * a_stride] * least[i];
+                total[i] += group_sums[r * LINE] * least[i];
             }
             store_lanes(total, c + r * c_stride + p * PANEL);
         }
@@ -193,67 +214,72 @@ inline __attribute__((always_inline)) void multiply_group(const float* a, const 
 
 // From sums in units to outputs.
 template <typename E>
-void finish(int64_t num_rows, const PackedWeight<E>& b, int64_t first_panel, int64_t end_panel, float* c) {
+void finish(int64_t first_row, int64_t end_row, const PackedWeight<E>& b, int64_t first_panel, int64_t end_panel, float* c) {
     if constexpr (IS_QUANTIZED<E>)
-        for (int64_t r = 0; r < num_rows; ++r)
+        for (int64_t r = first_row; r < end_row; ++r)
             for (int64_t i = first_panel * PANEL; i < end_panel * PANEL; ++i) c[r * b.stride() + i] *= b.units[i];
 }
 
-// R rows times P panels from `panel` on, over the parts first .. end - 1 of these panels; those before are in c already.
+// A tile's R rows times P panels from `panel` on, over the parts first .. end - 1 of these panels; those before are in c already.
 template <int R, int P, typename E>
-void multiply_tile(const float* a, int64_t a_stride, const PackedWeight<E>& b, int64_t panel, int64_t first, int64_t end, Ahead ahead,
-                   float* c) {
+void multiply_tile(const float* a, const PackedWeight<E>& b, int64_t panel, int64_t first, int64_t end, Ahead ahead, float* c) {
     const uint32_t* from = b.panels + panel * b.panel_words() + first * PART_WORDS<E>;
-    const float* a_k = a + first * PART_K<E> / E::PER_FLOAT;
+    const float* a_k = a + first * PART_K<E> / E::PER_FLOAT * R;
     float* to = c + panel * PANEL;
     if constexpr (IS_QUANTIZED<E>) {
         if (first == 0) clear(to, R, b.stride(), P * PANEL);
-        for (int64_t g = first; g < end; ++g, a_k += GROUP, from += GROUP_WORDS<E>)
-            multiply_group<R, P, E>(a_k, a + b.padded_k() + g, a_stride, from, b.panel_words(), ahead, to, b.stride());
+        const float* sums = a + b.number_lines() * R * LINE;
+        for (int64_t g = first; g < end; ++g, a_k += GROUP * R, from += GROUP_WORDS<E>)
+            multiply_group<R, P, E>(a_k, sums + g / LINE * R * LINE + g % LINE, from, b.panel_words(), ahead, to, b.stride());
     } else {
         Vector sum[R][P * NUM_VECTORS];
         clear<R, P * NUM_VECTORS>(sum);
         if (first > 0)
             UNROLL for (int r = 0; r < R; ++r)
                 UNROLL for (int p = 0; p < P; ++p) load_lanes(to + r * b.stride() + p * PANEL, &sum[r][p * NUM_VECTORS]);
-        add_products<R, P, E>(a_k, a_stride, from, b.panel_words(), (end - first) * E::STEP, ahead, sum);
+        add_products<R, P, E>(a_k, from, b.panel_words(), (end - first) * E::STEP, ahead, sum);
         UNROLL for (int r = 0; r < R; ++r)
             UNROLL for (int p = 0; p < P; ++p) store_lanes(&sum[r][p * NUM_VECTORS], to + r * b.stride() + p * PANEL);
     }
 }
 
-// All rows times P panels from `panel` on, in blocks of k that stay in the cache while tiles of rows go over them and fetch the next.
+// Some tiles times P panels from `panel` on, in blocks of k that stay in the cache while tiles go over them and fetch the next.
 template <int P, typename E>
-void multiply_panels(const float* a, int64_t a_stride, int64_t num_rows, const PackedWeight<E>& b, int64_t panel, float* c) {
-    const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS, num_parts = b.panel_words() / PART_WORDS<E>;
+void multiply_panels(const float* a, const Tiles& tiles, int64_t first_tile, int64_t end_tile, const PackedWeight<E>& b, int64_t panel,
+                     float* c) {
+    constexpr int64_t LINE_PARTS = IS_QUANTIZED<E> ? 1 : LINE * E::PER_FLOAT / E::STEP;  // blocks are whole lines of activations
+    const int64_t num_tiles = end_tile - first_tile, num_parts = b.panel_words() / PART_WORDS<E>;
     const int64_t num_blocks = (b.panel_words() + BLOCK_WORDS - 1) / BLOCK_WORDS;
+    const auto start = [&](int64_t block) {
+        return block < num_blocks ? block * num_parts / num_blocks / LINE_PARTS * LINE_PARTS : num_parts;
+    };
     for (int64_t block = 0; block < num_blocks; ++block) {
-        const int64_t first = block * num_parts / num_blocks, end = (block + 1) * num_parts / num_blocks;
+        const int64_t first = start(block), end = start(block + 1);
         const int64_t ahead = (block + 1 < num_blocks ? end - first : P * num_parts - first) * PART_WORDS<E>;
-        for (int64_t t = 0; t < num_tiles; ++t) {
-            const int64_t r = t * num_rows / num_tiles;
-            with_rows<TILE_ROWS>((t + 1) * num_rows / num_tiles - r, [&](auto rows) {
+        for (int64_t t = first_tile; t < end_tile; ++t) {
+            with_rows<TILE_ROWS>(tiles.size(t), [&](auto rows) {
                 constexpr int R = decltype(rows)::value;
                 if constexpr (P <= panels_beside(R))
-                    multiply_tile<R, P>(a + r * a_stride, a_stride, b, panel, first, end, Ahead{ahead, num_tiles, t}, c + r * b.stride());
+                    multiply_tile<R, P>(a + tiles.first(t) * b.prepared_floats(), b, panel, first, end,
+                                        Ahead{ahead, num_tiles, t - first_tile}, c + tiles.first(t) * b.stride());
             });
         }
     }
 }
 
 // c [num_rows, b.stride()] = a [num_rows, b.num_k] * b. The padding outputs are written too. `prepared` is scratch for
-// num_rows * b.prepared_stride() floats where b.wants_preparation().
+// num_rows * b.prepared_floats() floats.
 template <typename E>
 void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float* c, float* prepared, int num_threads) {
-    const float* rows = b.wants_preparation() ? prepared : a;
-    const int64_t stride = b.wants_preparation() ? b.prepared_stride() : b.num_k;
-    const int64_t num_together = panels_beside(std::min<int64_t>(num_rows, TILE_ROWS));
-    const int64_t num_blocks = (num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    const Tiles tiles{num_rows};
+    const int64_t num_together = panels_beside((num_rows + tiles.num - 1) / tiles.num);
+    const int64_t num_blocks = (tiles.num + TILES_TOGETHER - 1) / TILES_TOGETHER;
 #pragma omp parallel num_threads(num_threads)
     {
-        if (b.wants_preparation()) {
 #pragma omp for schedule(static)
-            for (int64_t r = 0; r < num_rows; ++r) prepare(a + r * b.num_k, b, prepared + r * stride);
+        for (int64_t r = 0; r < num_rows; ++r) {
+            const int64_t tile = tiles.of(r), first = tiles.first(tile);
+            prepare(a + r * b.num_k, b, prepared + first * b.prepared_floats() + (r - first) * LINE, tiles.size(tile) * LINE);
         }
         // One run of panels for each thread, so that what it fetches ahead is its own.
 #pragma omp for schedule(static)
@@ -261,14 +287,13 @@ void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float*
             const int64_t end = (i + 1) * b.num_panels() / num_threads;
             for (int64_t p = i * b.num_panels() / num_threads; p < end; p += num_together) {
                 const int64_t num = std::min(num_together, end - p);
-                // Blocks of rows whose inputs and outputs stay in the second-level cache for all of these panels.
+                // Blocks of tiles whose inputs and outputs stay in the second-level cache for all of these panels.
                 for (int64_t block = 0; block < num_blocks; ++block) {
-                    const int64_t r = block * num_rows / num_blocks, num_r = (block + 1) * num_rows / num_blocks - r;
-                    float* c_r = c + r * b.stride();
+                    const int64_t first = block * tiles.num / num_blocks, end_tile = (block + 1) * tiles.num / num_blocks;
                     with_rows<MAX_PANELS>(num, [&](auto panels) {
-                        multiply_panels<decltype(panels)::value>(rows + r * stride, stride, num_r, b, p, c_r);
+                        multiply_panels<decltype(panels)::value>(prepared, tiles, first, end_tile, b, p, c);
                     });
-                    finish(num_r, b, p, p + num, c_r);
+                    finish(tiles.first(first), tiles.first(end_tile), b, p, p + num, c);
                 }
             }
         }

@@ -149,8 +149,8 @@ def test_the_tile_compiles_to_the_instruction(tmp_path: Path) -> None:
         pytest.skip("waits for a compiler that knows -mavx512bf16")
     source.write_text(
         '#include "matmul.h"\n'
-        "template void manta::multiply_panels<1>(const float*, int64_t, int64_t, const manta::PackedWeight<manta::BFloat16Element>&, "
-        "int64_t, float*);"
+        "template void manta::multiply_panels<1>(const float*, const manta::Tiles&, int64_t, int64_t, "
+        "const manta::PackedWeight<manta::BFloat16Element>&, int64_t, float*);"
     )
     assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "vdpbf16ps" in assembly
