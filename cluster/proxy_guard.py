@@ -9,6 +9,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.body_ahead import BodyAhead
 from cluster.errors import BadRequest, answer_for
 
 
@@ -30,7 +31,7 @@ class HeaderGuard:
 
 def middlewares() -> list[Middleware]:
     """For Serve's proxy."""
-    return [Middleware(HeaderGuard)]
+    return [Middleware(HeaderGuard), Middleware(BodyAhead)]
 
 
 def _is_utf8(value: bytes) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from cluster.body_ahead import body_sent_ahead
 from cluster.errors import BodyTooLarge
 
 
@@ -12,6 +13,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
+    ahead = body_sent_ahead(request.scope)
+    if ahead is not None:
+        if len(ahead) > max_bytes:
+            raise _too_large(max_bytes)
+        return ahead
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
