@@ -6,11 +6,13 @@ Serve hands the gateway a request without its body; reading that is a call from 
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SCOPE_KEY = "manta.body"
+_SERVE_FETCH = "_receive_asgi_messages"  # of Serve's own `receive` (Ray 2.60): how it asks the proxy
 MAX_BODY_BYTES = 2**18
 """Of a body that goes ahead. A larger one is fetched, chunk by chunk, by whoever takes it."""
 
@@ -42,6 +44,27 @@ class BodyAhead:
             return read.popleft() if read else await receive()
 
         await self._app(scope, receive_again, send)
+
+
+class BodyTaken:
+    """ASGI middleware of the gateway under Serve. Of a request whose body came along, nothing more is asked of the proxy.
+
+    Serve asks from the first wait on, whether or not anybody reads: two calls of Ray's for the body and for the news that the
+    client has gone. Of that Serve tells by cancelling the request as well, as soon.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if body_sent_ahead(scope) is not None and hasattr(receive, _SERVE_FETCH):
+            setattr(receive, _SERVE_FETCH, _fetch_nothing)
+        await self._app(scope, receive, send)
+
+
+async def _fetch_nothing(metadata: object) -> bytes:
+    """Until Serve cancels it at the request's end."""
+    return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
 def body_sent_ahead(scope: Scope) -> bytes | None:

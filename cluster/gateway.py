@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
+from cluster.body_ahead import BodyTaken
 from cluster.gateway_config import GatewayConfig
 from cluster.gateway_metrics import GatewayMetrics
 from cluster.http_app import create_app
@@ -38,4 +39,6 @@ class Gateway:
         self._models = ModelRegistry(tuple(replicas), self._backend)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._backend, self._config, self._models, GatewayMetrics(), sends_request_id=False)
+        app = create_app(self._backend, self._config, self._models, GatewayMetrics(), sends_request_id=False)
+        app.add_middleware(BodyTaken)  # the outermost
+        return app

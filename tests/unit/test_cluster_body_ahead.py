@@ -5,7 +5,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.body_ahead import MAX_BODY_BYTES, BodyAhead, body_sent_ahead
+from cluster.body_ahead import MAX_BODY_BYTES, BodyAhead, BodyTaken, body_sent_ahead
 from cluster.errors import BodyTooLarge
 from cluster.request_body import read_body
 
@@ -84,3 +84,42 @@ def test_read_body_sent_ahead_is_returned_without_reading() -> None:
 def test_read_body_sent_ahead_over_the_limit_is_refused() -> None:
     with pytest.raises(BodyTooLarge):
         read(passed([part(b"abcd"), DISCONNECT]).scope, max_bytes=3)
+
+
+class ServeReceive:
+    """As Serve's own: whatever asks the proxy stands in an attribute, and is called from a task that has not begun yet."""
+
+    def __init__(self) -> None:
+        self.num_fetches = 0
+        self._receive_asgi_messages: Any = self._fetch
+
+    async def _fetch(self, metadata: object) -> bytes:
+        self.num_fetches += 1
+        return b""
+
+    async def fetch_until_disconnect(self) -> None:
+        await self._receive_asgi_messages(None)
+
+    async def __call__(self) -> Message:
+        raise AssertionError("nothing is read here")
+
+
+async def served(scope: Scope) -> int:
+    receive = ServeReceive()
+    fetching = asyncio.create_task(receive.fetch_until_disconnect())
+
+    async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0)
+
+    await BodyTaken(endpoint)(scope, receive, no_answer)
+    fetching.cancel()
+    await asyncio.gather(fetching, return_exceptions=True)
+    return receive.num_fetches
+
+
+def test_body_taken_nothing_is_fetched_of_a_body_sent_ahead() -> None:
+    assert asyncio.run(served(passed([part(b"abcd"), DISCONNECT]).scope)) == 0
+
+
+def test_body_taken_other_bodies_are_fetched() -> None:
+    assert asyncio.run(served({"type": "http"})) == 1
