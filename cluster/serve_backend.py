@@ -15,11 +15,13 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from cluster.backend import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
 from cluster.interrupts import Interrupted, Interrupts
+from cluster.router_line import RouterLine
 from cluster.target_unreachable import TargetUnreachable
 from replicas.async_engine import EngineUnhealthy
 from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
 from replicas.request import GenerationRequest, RequestProgress
+from router.batch import PrefillEnded, ReplicaLost, RequestEnded
 from router.snapshot import Decision, Rejection, RoutingRequest
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ _ROUTER = "router"
 
 
 class ServeBackend:
-    """Owns its name as a caller, and the notices that are still on their way to the router.
+    """Owns its name as a caller, and its line to the router.
 
     While it runs it renews its lease there. The answers tell which replicas are fenced: whoever waits for one of them is
     interrupted at once.
@@ -49,7 +51,11 @@ class ServeBackend:
         self._fenced: frozenset[str] = frozenset()
         self._interrupts = Interrupts()
         self._renewal: asyncio.Task[None] | None = None
-        self._notices: set[asyncio.Task[None]] = set()
+        self._line = RouterLine(
+            self._caller,
+            deliver=lambda batch: self._ask(lambda: self._router.deliver.remote(batch)),
+            wait_answers=lambda caller: self._ask(lambda: self._router.wait_answers.remote(caller)),
+        )
 
     def start(self) -> None:
         self._renewal = asyncio.create_task(self._keep_renewing(), name="renewal", context=Context())
@@ -58,6 +64,7 @@ class ServeBackend:
         if self._renewal is not None:
             self._renewal.cancel()
             await asyncio.gather(self._renewal, return_exceptions=True)
+        await self._line.close()
 
     async def describe(self, model: str) -> ModelDescription:
         asked = [asyncio.create_task(_described_by(handle)) for handle in self._replicas[model].values()]
@@ -71,18 +78,7 @@ class ServeBackend:
             await asyncio.gather(*asked, return_exceptions=True)
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
-        response = self._router.acquire.remote(replace(request, caller=self._caller))
-        try:
-            async with self._interrupts.guard(_ROUTER):
-                return await response  # type: ignore[no-any-return]
-        except Interrupted as error:
-            response.cancel()
-            raise RouterGone("it does not answer") from error
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except _UNREACHABLE as error:
-            raise RouterGone(_first_line(error)) from error
+        return await self._line.acquire(request)
 
     async def generate(
         self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
@@ -125,13 +121,13 @@ class ServeBackend:
             return
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
-        self._notify(lambda: self._router.release.remote(request_id, num_output_tokens), f"end of {request_id}")
+        self._line.tell(RequestEnded(request_id, num_output_tokens))
 
     def release_prefill(self, request_id: str) -> None:
-        self._notify(lambda: self._router.release_prefill.remote(request_id), f"end of the prefill of {request_id}")
+        self._line.tell(PrefillEnded(request_id))
 
     def report_gone(self, replica_id: str) -> None:
-        self._notify(lambda: self._router.remove_replica.remote(replica_id), f"loss of replica {replica_id}")
+        self._line.tell(ReplicaLost(replica_id))
 
     async def describe_router(self) -> dict[str, Any]:
         return await self._ask(self._router.describe.remote)  # type: ignore[no-any-return]
@@ -140,10 +136,21 @@ class ServeBackend:
         return await self._ask(lambda: self._router.explain.remote(request_id))  # type: ignore[no-any-return]
 
     async def _ask(self, send: Callable[[], Any]) -> Any:
+        """The answer of the router. Raises RouterGone when there is none in time, or others find that the router hangs."""
+        response = send()
         try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                return await send()
-        except (TimeoutError, *_UNREACHABLE) as error:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S), self._interrupts.guard(_ROUTER):
+                return await response
+        except (TimeoutError, Interrupted) as error:
+            response.cancel()
+            raise RouterGone("it does not answer") from error
+        except asyncio.CancelledError as error:
+            response.cancel()
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise RouterGone("it cancelled the call") from error  # as a router does that is stopped
+        except _UNREACHABLE as error:
             raise RouterGone(_first_line(error)) from error
 
     async def _keep_renewing(self) -> None:
@@ -165,20 +172,6 @@ class ServeBackend:
                 seen_version, self._fenced = news.version, news.fenced
                 for replica_id in self._fenced:
                     self._interrupts.interrupt(replica_id)
-
-    def _notify(self, send: Callable[[], Any], what: str) -> None:
-        """Sends from a context of its own: Serve cancels the calls made in the context of a request together with it."""
-        task = asyncio.create_task(self._deliver(send, what), context=Context())
-        self._notices.add(task)
-        task.add_done_callback(self._notices.discard)
-
-    async def _deliver(self, send: Callable[[], Any], what: str) -> None:
-        """A notice that does not arrive is only logged: bookings expire, and silence tells of a dead replica too."""
-        try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                await send()
-        except (TimeoutError, *_UNREACHABLE) as error:
-            logger.warning("the router did not hear of the %s: %s", what, _first_line(error))
 
 
 async def _described_by(handle: Any) -> ModelDescription:

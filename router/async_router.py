@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from replicas.stats import ReplicaReport, ReportReply
+from router.answer_box import AnswerBox
+from router.batch import Answers, Notice, PrefillEnded, RequestEnded
 from router.router import Router
 from router.routing_statistics import RoutingStatistics
 from router.snapshot import Decision, Rejection, RoutingRequest
@@ -26,7 +30,10 @@ class AsyncRouter:
         self._router = router
         self._clock = clock
         self._waiting: dict[str, asyncio.Future[Decision | Rejection]] = {}  # request id -> its caller
+        self._boxes: dict[str, AnswerBox] = {}  # gateway -> answers that it has not taken
+        self._life = secrets.token_hex(4)
         self._changed = asyncio.Event()
+        self._stepped = asyncio.Event()  # of the next step; each has one of its own
         self._pump: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -40,6 +47,7 @@ class AsyncRouter:
             await asyncio.gather(self._pump, return_exceptions=True)
         for future in self._waiting.values():
             future.cancel()
+        self._stepped.set()
 
     def check_health(self) -> None:
         """Raises RuntimeError when the pump has died: then nobody would ever be answered."""
@@ -52,14 +60,7 @@ class AsyncRouter:
 
         An id that waits already was given up by its caller, who asks anew: the older call is cancelled.
         """
-        future: asyncio.Future[Decision | Rejection] = asyncio.get_running_loop().create_future()
-        older = self._waiting.pop(request.request_id, None)
-        if older is not None:
-            older.cancel()
-            self._router.cancel(request.request_id, self._clock())
-        self._router.submit(request, self._clock())
-        self._waiting[request.request_id] = future
-        self._changed.set()
+        future = self._submit(request)
         try:
             return await future
         except asyncio.CancelledError:
@@ -70,6 +71,43 @@ class AsyncRouter:
         finally:
             if self._waiting.get(request.request_id) is future:
                 del self._waiting[request.request_id]
+
+    async def decide(self, caller: str, requests: Sequence[RoutingRequest]) -> Answers:
+        """Queues requests of one gateway, and answers once the router has looked at them: with all that the gateway is owed by
+        now. Whatever of them has to wait is asked for by `wait_answers`. A waiting request ends by its release."""
+        box = self._boxes.setdefault(caller, AnswerBox())
+        for request in requests:
+            future = self._submit(request)
+            future.add_done_callback(partial(self._forget, request.request_id))
+            box.owe(request.request_id, future)
+        if requests:
+            await self._stepped.wait()
+        return self._taken(caller, box)
+
+    async def wait_answers(self, caller: str, timeout_s: float) -> Answers:
+        """The next answers that a gateway is owed, as soon as there is one; none after `timeout_s`, or when it is owed none.
+
+        Cancelling tells that the gateway is gone, or has given up: its requests leave the queue.
+        """
+        box = self._boxes.get(caller)
+        if box is None:
+            return Answers(life=self._life, is_known=False)
+        try:
+            await box.wait_some(timeout_s)
+        except asyncio.CancelledError:
+            for request_id in box.owed:
+                self._cancel(request_id)
+            raise
+        return self._taken(caller, box)
+
+    def note(self, notice: Notice) -> None:
+        """What a gateway tells beside its requests."""
+        if isinstance(notice, RequestEnded):
+            self.release(notice.request_id, notice.num_output_tokens)
+        elif isinstance(notice, PrefillEnded):
+            self.release_prefill(notice.request_id)
+        else:
+            self.remove_replica(notice.replica_id)
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
         """The request has ended on its replica; unknown ids are ignored."""
@@ -115,6 +153,27 @@ class AsyncRouter:
     def explain(self, request_id: str) -> list[Decision | Rejection]:
         return self._router.explain(request_id)
 
+    def _submit(self, request: RoutingRequest) -> asyncio.Future[Decision | Rejection]:
+        older = self._waiting.pop(request.request_id, None)
+        if older is not None:
+            older.cancel()
+            self._router.cancel(request.request_id, self._clock())
+        self._router.submit(request, self._clock())
+        future: asyncio.Future[Decision | Rejection] = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = future
+        self._changed.set()
+        return future
+
+    def _forget(self, request_id: str, answered: asyncio.Future[Decision | Rejection]) -> None:
+        if self._waiting.get(request_id) is answered:
+            del self._waiting[request_id]
+
+    def _taken(self, caller: str, box: AnswerBox) -> Answers:
+        answers = box.take()
+        if box.is_empty and self._boxes.get(caller) is box:
+            del self._boxes[caller]
+        return Answers(life=self._life, answers=answers)
+
     def _cancel(self, request_id: str) -> None:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
@@ -132,6 +191,8 @@ class AsyncRouter:
                 elif isinstance(answer, Decision):
                     # Its caller left in this very turn: the booking must not outlive it.
                     self._router.cancel(answer.request_id, now_s)
+            self._stepped.set()
+            self._stepped = asyncio.Event()
             wakeup_s = self._router.next_wakeup_s(now_s)
             self._changed.clear()
             try:

@@ -16,6 +16,7 @@ from replicas.reporter import longest_silence_s
 from replicas.stats import ReplicaReport, ReportReply
 from router.async_router import AsyncRouter
 from router.attentive_clock import AttentiveClock
+from router.batch import Answers, Batch, ReplicaLost
 from router.caller_leases import CallerLeases
 from router.config import RouterConfig
 from router.fences import FenceNews, Fences
@@ -23,7 +24,7 @@ from router.liveness import LivenessMonitor
 from router.policy_choice import make_policy
 from router.router import Router
 from router.router_metrics import COUNTERS, GAUGES, RouterMetrics
-from router.snapshot import Decision, Rejection, RoutingRequest
+from router.snapshot import Decision, Rejection
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ MAX_ONGOING_REQUESTS = 1_000_000
 VIGIL_INTERVAL_S = 0.25
 METRICS_INTERVAL_S = 1.0
 RENEWAL_S = 1.0
-"""How long a caller's renewal is held while there is no news for it: so often it renews."""
+"""How long a caller's renewal is held while there is no news for it: so often it renews. A wait for answers is held as long."""
 REPORTS_MISSED = 5
 
 
@@ -65,14 +66,16 @@ class RouterDeployment:
             asyncio.create_task(self._export_metrics(), name="metrics"),
         ]
 
-    async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
-        return await self._router.acquire(request)
+    async def deliver(self, batch: Batch) -> Answers:
+        """What a gateway has to tell and to ask. Answers at once: what has to wait comes by `wait_answers`."""
+        for notice in batch.notices:
+            if isinstance(notice, ReplicaLost):
+                self._liveness.forget(notice.replica_id)
+            self._router.note(notice)
+        return await self._router.decide(batch.caller, batch.requests)
 
-    async def release(self, request_id: str, num_output_tokens: int) -> None:
-        self._router.release(request_id, num_output_tokens)
-
-    async def release_prefill(self, request_id: str) -> None:
-        self._router.release_prefill(request_id)
+    async def wait_answers(self, caller: str) -> Answers:
+        return await self._router.wait_answers(caller, RENEWAL_S)
 
     async def renew(self, caller: str, seen_version: int) -> FenceNews:
         """A gateway lives. Answers at once when it has not seen the replicas that are fenced now, else after RENEWAL_S."""
@@ -83,10 +86,6 @@ class RouterDeployment:
         self._liveness.hear(report.replica_id, report.model)
         reply = self._router.apply_report(report)
         return replace(reply, dead_callers=self._callers.dead_among(report.callers))
-
-    async def remove_replica(self, replica_id: str) -> None:
-        self._liveness.forget(replica_id)
-        self._router.remove_replica(replica_id)
 
     async def describe(self) -> dict[str, Any]:
         return self._router.describe()

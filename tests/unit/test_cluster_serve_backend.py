@@ -15,6 +15,7 @@ from cluster.target_unreachable import TargetUnreachable
 from replicas.engine_config import Role
 from replicas.request import FinishReason, GenerationRequest, RequestProgress
 from replicas.sampling_params import SamplingParams
+from router.batch import Answer, Answers, Batch, Notice, PrefillEnded, ReplicaLost, RequestEnded
 from router.fences import Fences
 from router.snapshot import Decision, RoutingRequest
 
@@ -48,22 +49,23 @@ class _Router:
         self.callers: list[str] = []
         self.is_hung = False
         self.renew = _Method(lambda *arguments: _Response(self._renew(*arguments)))
-        self.acquire = _Method(lambda request: _Response(self._acquire(request)))
-        self.prefills_released: list[str] = []
-        self.release_prefill = _Method(lambda request_id: _Response(self._release_prefill(request_id)))
+        self.is_stopped = False
+        self.deliver = _Method(lambda batch: _Response(self._deliver(batch)))
+        self.notices: list[Notice] = []
 
     async def _renew(self, caller: str, seen_version: int) -> Any:
         await self._hang()
         self.callers.append(caller)
         return await self.fences.wait_changed(seen_version, timeout_s=0.05)
 
-    async def _acquire(self, request: RoutingRequest) -> Decision:
+    async def _deliver(self, batch: Batch) -> Answers:
         await self._hang()
-        self.callers.append(request.caller)
-        return Decision(request_id=request.request_id, replica_id="r")
-
-    async def _release_prefill(self, request_id: str) -> None:
-        self.prefills_released.append(request_id)
+        if self.is_stopped:
+            raise asyncio.CancelledError  # how a deployment of Serve answers that ends amid a call
+        self.notices += batch.notices
+        self.callers += [each.caller for each in (batch, *batch.requests)]
+        decisions = [Decision(request_id=request.request_id, replica_id="r") for request in batch.requests]
+        return Answers(life="only", answers=tuple(Answer(decision.request_id, decision) for decision in decisions))
 
     async def _hang(self) -> None:
         if self.is_hung:
@@ -241,9 +243,21 @@ async def test_model_that_no_pool_describes_is_gone(router: _Router, pools: dict
         await ServeBackend(router, {"m": pools}).describe("m")
 
 
-async def test_router_hears_of_the_end_of_a_prefill(backend: ServeBackend, router: _Router) -> None:
+async def test_router_hears_of_ends_and_losses_in_order(backend: ServeBackend, router: _Router) -> None:
     backend.release_prefill("a")
+    backend.report_gone("r")
+    backend.release("a", 7)
     async with asyncio.timeout(30):
-        while not router.prefills_released:
+        while not router.notices:
             await asyncio.sleep(0)
-    assert router.prefills_released == ["a"]
+    assert router.notices == [PrefillEnded("a"), ReplicaLost("r"), RequestEnded("a", 7)]
+
+
+async def test_call_that_a_stopping_router_cancels_is_made_again_by_whoever_waits(backend: ServeBackend, router: _Router) -> None:
+    router.is_stopped = True
+    asking = RoutingRequest(request_id="a", model="m", num_prompt_tokens=1, max_tokens=1)
+    async with asyncio.timeout(30):
+        with pytest.raises(RouterGone, match="cancelled"):
+            await backend.acquire(asking)
+        router.is_stopped = False
+        assert (await backend.acquire(asking)).request_id == "a"

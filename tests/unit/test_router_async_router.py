@@ -10,6 +10,7 @@ import pytest
 from replicas.engine_config import Role
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.async_router import AsyncRouter
+from router.batch import Answer, Answers, RequestEnded
 from router.config import RouterConfig
 from router.policies import LeastLoaded, PairedPools
 from router.router import Router
@@ -147,3 +148,88 @@ async def test_release_prefill_ends_one_side_of_a_pair_and_spares_a_resend_that_
     answer = await again
     assert isinstance(answer, Decision)
     assert answer.replica_id == "r"
+
+
+def answered(answers: Answers) -> list[str]:
+    assert all(isinstance(answer.decision, Decision) for answer in answers.answers)
+    return [answer.request_id for answer in answers.answers]
+
+
+async def asked(router: AsyncRouter, name: str) -> tuple[Answer, ...]:
+    """All that "g" hears when it asks for one more, which has to wait, until something was decided."""
+    at_once = (await router.decide("g", [request(name, "g")])).answers
+    while not any(isinstance(answer.decision, Decision) for answer in at_once):
+        at_once += (await router.wait_answers("g", timeout_s=30)).answers
+    return at_once
+
+
+@pytest.fixture
+async def crowded(router: AsyncRouter) -> AsyncRouter:
+    """With one replica, and seven requests of gateway "g", of which it takes three."""
+    router.apply_report(report())
+    first = answered(await router.decide("g", [request(name, "g") for name in "abcdefg"]))
+    assert first + answered(await router.wait_answers("g", timeout_s=30)) == ["a", "b", "c"]
+    return router
+
+
+async def test_batch_what_has_to_wait_holds_nothing_back_and_is_answered_as_it_is_decided(crowded: AsyncRouter) -> None:
+    for ended, following in ("ad", "be"):
+        crowded.note(RequestEnded(ended, 5))
+        assert answered(await crowded.wait_answers("g", timeout_s=30)) == [following]
+
+
+async def test_batch_brings_what_was_decided_of_earlier_ones(crowded: AsyncRouter) -> None:
+    crowded.note(RequestEnded("a", 5))
+    assert [answer.request_id for answer in await asked(crowded, "h")] == ["d"]
+
+
+async def test_batch_tells_nothing_of_other_gateways(crowded: AsyncRouter) -> None:
+    crowded.note(RequestEnded("a", 5))
+    assert not (await crowded.decide("h", [request("x", "h")])).answers
+    assert answered(await crowded.wait_answers("g", timeout_s=30)) == ["d"]
+
+
+async def test_batch_request_that_is_released_leaves_the_queue_and_the_others_stay(crowded: AsyncRouter) -> None:
+    crowded.note(RequestEnded("d", 0))
+    crowded.note(RequestEnded("a", 5))
+    answers = await asked(crowded, "h")
+    assert [(answer.request_id, answer.decision is None) for answer in answers] == [("d", True), ("e", False)]
+    assert num_bookings(crowded) == 3
+
+
+async def test_batch_id_that_is_asked_anew_is_answered_once(crowded: AsyncRouter) -> None:
+    crowded.note(RequestEnded("d", 0))
+    assert not (await crowded.decide("g", [request("d", "g")])).answers
+    for name in "efga":
+        crowded.note(RequestEnded(name, 5))
+    answers = await asked(crowded, "h")
+    assert [answer.request_id for answer in answers if isinstance(answer.decision, Decision)] == ["d"]
+    assert [answer.request_id for answer in answers].count("d") == 1
+
+
+async def test_batch_gateway_that_stops_waiting_leaves_the_queue(crowded: AsyncRouter) -> None:
+    waiting = asyncio.create_task(crowded.wait_answers("g", timeout_s=30))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    for name in "abc":
+        crowded.note(RequestEnded(name, 5))
+    assert answered(await crowded.decide("h", [request("x", "h")])) == ["x"]
+    assert num_bookings(crowded) == 1
+
+
+async def test_batch_of_a_gateway_whose_lease_ended_is_given_up_and_it_hears_so(crowded: AsyncRouter) -> None:
+    assert crowded.release_caller("g") == 7
+    answers = (await crowded.wait_answers("g", timeout_s=30)).answers
+    assert sorted(answers) == [Answer(name, None) for name in "defg"]
+    assert num_bookings(crowded) == 0
+
+
+async def test_wait_for_answers_of_a_gateway_that_is_owed_none_says_so(router: AsyncRouter) -> None:
+    assert not (await router.wait_answers("g", timeout_s=30)).is_known
+
+
+async def test_wait_for_answers_without_any_ends_in_time(crowded: AsyncRouter) -> None:
+    answers = await crowded.wait_answers("g", timeout_s=0.01)
+    assert answers.is_known
+    assert not answers.answers
