@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from replicas.model_description import ModelDescription
 from replicas.text.tokenizer import Tokenizer
 
+SHORT_TEXT_CHARS = 1000
+"""Up to here tokenizing takes less than the way to a thread and back, which is longest when the event loop is busy."""
+
 
 class ServedModel:
-    """Owns the tokenizer of one model. Work that grows with the text runs in a thread, off the event loop."""
+    """Owns the tokenizer of one model. Work on text that is not short runs in a thread, off the event loop."""
 
     def __init__(self, name: str, description: ModelDescription, tokenizer: Tokenizer, created_s: int) -> None:
         self.name = name
@@ -24,7 +28,8 @@ class ServedModel:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Raises TextTooLong for a text far over `limit` tokens, without tokenizing all of it."""
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens, limit)
+        encode = partial(self.tokenizer.encode, text, add_special_tokens, limit)
+        return encode() if len(text) <= SHORT_TEXT_CHARS else await asyncio.to_thread(encode)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens)
@@ -43,7 +48,7 @@ class ServedModel:
         limit: int | None = None,
     ) -> list[int]:
         """Token ids of the rendered chat template. Raises ChatTemplateError with the template's own message, TextTooLong."""
-        return await asyncio.to_thread(
+        encode = partial(
             self.tokenizer.chat_prompt_ids,
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -51,6 +56,8 @@ class ServedModel:
             template_kwargs=template_kwargs or {},
             limit=limit,
         )
+        num_chars = sum(len(text) for message in messages for text in message.values())
+        return encode() if num_chars <= SHORT_TEXT_CHARS and not template_kwargs else await asyncio.to_thread(encode)
 
     def model_card(self) -> dict[str, Any]:
         """The `Model` object of OpenAI's description, with the context length beside it."""
