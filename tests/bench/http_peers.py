@@ -8,6 +8,7 @@ of engine_bench with Ray beside it, in `~/.cache/manta-peers/ray-serve-llm`; Ser
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -19,6 +20,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from cluster.local.ray_head import RAY_ENVIRONMENT
 from replicas.default_model import DEFAULT_MODEL_NAME, prepare_default_model
@@ -34,6 +37,8 @@ PEER_PACKAGES = ("ray[serve]==2.60.0", "jsonref", "async-timeout", "hf_transfer"
 READY_TIMEOUT_S = 600.0
 CLIENTS = {1: 8, 16: 32}
 """Clients at once -> requests of one round."""
+MAX_TOKENS = 64
+SERVERS = {"manta": (8000, MODEL), "ray_serve_llm": (PEER_PORT, DEFAULT_MODEL_NAME)}
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -86,9 +91,24 @@ def served_peer(model: Path, dtype: str, num_threads: int, log_file: Path) -> It
 def load(port: int, name: str, num_clients: int) -> dict[str, Any]:
     """One round of http_load.py: its line of JSON."""
     script = [sys.executable, str(SHARED_BENCH / "http_load.py"), str(port), name]
-    arguments = ["--clients", str(num_clients), "--requests", str(CLIENTS[num_clients]), "--max-tokens", "64"]
+    arguments = ["--clients", str(num_clients), "--requests", str(CLIENTS[num_clients]), "--max-tokens", str(MAX_TOKENS)]
     done = subprocess.run([*script, *arguments], check=True, capture_output=True, text=True, timeout=900)
     return dict(json.loads(done.stdout))
+
+
+async def tokens_per_message(port: int, name: str, num_clients: int) -> float:
+    """Of one streamed answer for each client, all at once: what a server puts into one event when it sends them less often."""
+
+    async def num_messages(http: httpx.AsyncClient, index: int) -> int:
+        messages = [{"role": "user", "content": f"Write a short story number {index} about a robot."}]
+        body = {"model": name, "stream": True, "temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "messages": messages}
+        async with http.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as answer:
+            events = [json.loads(line[6:]) async for line in answer.aiter_lines() if line.startswith("data: {")]
+        return sum(1 for event in events if event["choices"] and (event["choices"][0]["delta"] or {}).get("content"))
+
+    async with httpx.AsyncClient(timeout=300) as http:
+        found = await asyncio.gather(*(num_messages(http, index) for index in range(num_clients)))
+    return num_clients * MAX_TOKENS / sum(found)
 
 
 def main() -> int:
@@ -106,19 +126,22 @@ def main() -> int:
     engine = {"num_threads": num_threads, "enable_prefix_caching": False}
     layout = Layout(num_replicas=1, num_gateways=1, is_default_model=True, engine=engine)
     load_average = os.getloadavg()[0]
-    found: dict[str, dict[int, list[dict[str, Any]]]] = {"manta": {n: [] for n in CLIENTS}, "ray_serve_llm": {n: [] for n in CLIENTS}}
+    found: dict[str, dict[int, list[dict[str, Any]]]] = {server: {n: [] for n in CLIENTS} for server in SERVERS}
     with ServedCluster(folder, layout), served_peer(model, arguments.peer_dtype, num_threads, folder / "peer.log"):
         for num_clients in CLIENTS:
             for _ in range(arguments.rounds):
-                found["manta"][num_clients].append(load(8000, MODEL, num_clients))
-                found["ray_serve_llm"][num_clients].append(load(PEER_PORT, DEFAULT_MODEL_NAME, num_clients))
+                for server, (port, name) in SERVERS.items():
+                    found[server][num_clients].append(load(port, name, num_clients))
+            for server, (port, name) in SERVERS.items():
+                per_message = asyncio.run(tokens_per_message(port, name, num_clients))
+                found[server][num_clients] = [{**each, "tokens_per_message": per_message} for each in found[server][num_clients]]
     hardware = hardware_line(num_threads)
     body = {"hardware": hardware, "load_average_before": load_average, "peer_dtype": arguments.peer_dtype, "rounds": found}
     arguments.output.write_text(json.dumps(body, indent=1) + "\n")
     print(hardware)
     print("| clients | figure | Manta | Ray Serve LLM | ratio |\n|---|---|---|---|---|")
     for num_clients in CLIENTS:
-        for figure in ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms"):
+        for figure in ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms", "tokens_per_message"):
             ours, theirs = (statistics.median(each[figure] for each in found[name][num_clients]) for name in found)
             print(f"| {num_clients} | {figure} | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f} |")
     return 0
