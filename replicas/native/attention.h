@@ -87,6 +87,14 @@ class Lines {
     const T& operator[](int64_t i) const { return lines.data()->numbers[i]; }
 };
 
+// The keys of a kv head that one request's block table names, counted from block 0.
+template <typename KV>
+struct PagedKeys {
+    const KV* keys;
+    const int32_t* table;
+    int64_t num_blocks;
+};
+
 // One tile: consecutive query tokens of one request times the query heads of one kv head.
 template <typename Q, typename KV>
 struct Tile {
@@ -134,10 +142,12 @@ struct Tile {
         std::fill_n(row_sum.begin(), num_rows * WIDTH, 0.0f);
     }
 
-    // `k` and `v` are the kv head's part of block 0; its part of the next block lies `k_stride` and `v_stride` further on.
-    void attend(const KV* k, int64_t k_stride, const KV* v, int64_t v_stride, const int32_t* table, int64_t position) {
+    // `k` and `v` are the kv head's part of block 0; its part of the next block lies `k_stride` and `v_stride` further on. The first
+    // keys of `next`, which this thread probably attends to afterwards, are fetched at the end.
+    void attend(const KV* k, int64_t k_stride, const KV* v, int64_t v_stride, const int32_t* table, int64_t position,
+                const PagedKeys<KV>& next) {
         first_position = position;
-        const int64_t end = position + num_rows / group;
+        const int64_t end = position + num_rows / group, num_blocks = divide_up(end, s.block_size);
         const int64_t low = s.window > 0 ? std::max<int64_t>(position - s.window + 1, 0) : 0;
         for (int64_t base = low / CHUNK * CHUNK; base < end; base += CHUNK) {
             const int64_t begin = std::max(base, low / s.block_size * s.block_size);
@@ -145,7 +155,10 @@ struct Tile {
             for (int64_t t = begin; t < chunk_end;) {
                 const int64_t offset = t % s.block_size, count = std::min({s.block_size - offset, chunk_end - t, SPAN - t % SPAN});
                 const int64_t ahead = t / s.block_size + BLOCKS_AHEAD;
-                if (offset == 0 && ahead * s.block_size < end) fetch(k + table[ahead] * k_stride, s.k_dim * s.block_size);
+                if (offset == 0 && ahead < num_blocks)
+                    fetch(k + table[ahead] * k_stride, s.k_dim * s.block_size);
+                else if (offset == 0 && ahead - num_blocks < next.num_blocks)
+                    fetch(next.keys + next.table[ahead - num_blocks] * k_stride, s.k_dim * s.block_size);
                 fetch(v + table[t / s.block_size] * v_stride + offset * s.v_dim, count * s.v_dim);
                 lay_keys(k + table[t / s.block_size] * k_stride + offset, count, &keys[(t - base) / SPAN * SPAN * k_words + t % SPAN]);
                 t += count;
@@ -277,10 +290,13 @@ void attend(const Q* query, const KV* k_cache, const KV* v_cache, Q* out, const 
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_work; ++i) {
             const Work& w = work[num_work - 1 - i];  // of a prompt, the tiles that see most come first and the short ones fill up
+            const Work& next = work[std::max<int64_t>(num_work - 1 - i - num_threads, 0)];
             const int64_t first_position = context_lens[w.request] - query_starts[w.request + 1] + w.first_token;
             tile.load_queries(query, w.first_token, w.num_tokens, w.kv_head);
             tile.attend(k_cache + w.kv_head * k_size, s.num_kv_heads * k_size, v_cache + w.kv_head * v_size, s.num_kv_heads * v_size,
-                        tables + w.request * table_stride, first_position);
+                        tables + w.request * table_stride, first_position,
+                        {k_cache + next.kv_head * k_size, tables + next.request * table_stride,
+                         divide_up(context_lens[next.request], s.block_size)});
             tile.save(out, w.first_token, w.kv_head);
         }
     }
