@@ -66,6 +66,40 @@ void with_weight(const MantaLinear& linear, F&& call) {
     }
 }
 
+inline int64_t padded(int64_t num_outputs) { return divide_up(num_outputs, PANEL) * PANEL; }
+
+// The tokens of a step whose logits are wanted, each a request of its own. Once the last layer has written its keys and values, no other
+// token is of use: hidden states and queries of these move to the first rows.
+class WantedTokens {
+    std::vector<int64_t> rows;
+    std::vector<int32_t> tables, query_starts, context_lens;
+
+  public:
+    MantaStep step;
+
+    // Many of one request are better off in its tiles.
+    static bool pays(const MantaStep& step) { return step.num_logit_rows * 8 <= step.num_tokens; }
+
+    WantedTokens(const MantaStep& whole, int64_t hidden_size, int64_t width) : query_starts{0}, step(whole) {
+        int64_t request = 0;
+        for (int64_t n = 0; n < whole.num_logit_rows; ++n) {
+            const int64_t t = whole.logit_rows[n];
+            while (whole.query_starts[request + 1] <= t) ++request;
+            const int32_t* table = whole.tables + request * whole.table_stride;
+            tables.insert(tables.end(), table, table + whole.table_stride);
+            context_lens.push_back(static_cast<int32_t>(whole.positions[t] + 1));
+            query_starts.push_back(static_cast<int32_t>(n + 1));
+            rows.push_back(n);
+            std::copy_n(whole.hidden + t * hidden_size, hidden_size, whole.hidden + n * hidden_size);
+            std::copy_n(whole.wide + t * width, width, whole.wide + n * width);
+        }
+        step.logit_rows = rows.data();
+        step.tables = tables.data(), step.query_starts = query_starts.data(), step.context_lens = context_lens.data();
+        step.num_tokens = step.num_requests = whole.num_logit_rows;
+    }
+    WantedTokens(const WantedTokens&) = delete;
+};
+
 // T is the type of embedding and KV.
 template <typename T>
 struct Decoder {
@@ -83,7 +117,7 @@ struct Decoder {
 
     // hidden += delta
     void add_delta() const {
-        const int64_t stride = (model.hidden_size + PANEL - 1) / PANEL * PANEL;
+        const int64_t stride = padded(model.hidden_size);
         for_tokens(step.num_tokens, [&](int64_t t) {
             float* to = step.hidden + t * model.hidden_size;
             const float* from = step.delta + t * stride;
@@ -92,11 +126,17 @@ struct Decoder {
     }
 
     void attention_segment(int64_t index) const {
+        write_tokens(index);
+        attend_tokens(index);
+    }
+
+    // The queries, keys and values of a layer, the latter two into its cache.
+    void write_tokens(int64_t index) const {
         const MantaLayer& layer = model.layers[index];
         if (index > 0) add_delta();
         normalize(layer.input_norm);
         project(step.normed, layer.qkv, step.wide);
-        const int64_t width = (layer.qkv.num_outputs + PANEL - 1) / PANEL * PANEL;
+        const int64_t width = padded(layer.qkv.num_outputs);
         const int64_t num_rotated = model.num_heads + model.num_kv_heads;
         for_tokens(step.num_tokens, [&](int64_t t) {
             const int64_t angles = step.positions[t] * model.head_dim;
@@ -109,13 +149,14 @@ struct Decoder {
         });
         const float* key = step.wide + model.num_heads * model.head_dim;
         const float* value = key + model.num_kv_heads * model.head_dim;
-        T *k_cache = static_cast<T*>(layer.k_cache), *v_cache = static_cast<T*>(layer.v_cache);
-        const Shape shape{model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim, model.block_size, width,
-                          model.head_dim,  model.scale,        0.0f,           layer.window};
-        write(key, value, k_cache, v_cache, step.slots, step.num_tokens, shape, width, model.head_dim, width, model.head_dim,
-              model.num_threads);
-        attend(step.wide, k_cache, v_cache, step.narrow, step.tables, step.table_stride, step.query_starts, step.context_lens,
-               step.num_requests, shape, model.num_threads);
+        write(key, value, static_cast<T*>(layer.k_cache), static_cast<T*>(layer.v_cache), step.slots, step.num_tokens, shape(layer), width,
+              model.head_dim, width, model.head_dim, model.num_threads);
+    }
+
+    void attend_tokens(int64_t index) const {
+        const MantaLayer& layer = model.layers[index];
+        attend(step.wide, static_cast<const T*>(layer.k_cache), static_cast<const T*>(layer.v_cache), step.narrow, step.tables,
+               step.table_stride, step.query_starts, step.context_lens, step.num_requests, shape(layer), model.num_threads);
         project(step.narrow, layer.out, step.delta);
     }
 
@@ -124,7 +165,7 @@ struct Decoder {
         add_delta();
         normalize(layer.post_norm);
         project(step.normed, layer.gate_up, step.wide);
-        const int64_t width = (layer.gate_up.num_outputs + PANEL - 1) / PANEL * PANEL, size = model.intermediate_size;
+        const int64_t width = padded(layer.gate_up.num_outputs), size = model.intermediate_size;
         for_tokens(step.num_tokens, [&](int64_t t) {
             const float *gate = step.wide + t * width, *up = gate + size;
             float* to = step.narrow + t * size;
@@ -174,12 +215,17 @@ struct Decoder {
         return x * (x >= 0 ? 1.0f : e) / (1.0f + e);
     }
 
+    Shape shape(const MantaLayer& layer) const {
+        return {model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim, model.block_size, padded(layer.qkv.num_outputs),
+                model.head_dim,  model.scale,        0.0f,           layer.window};
+    }
+
     void project(const float* from, const MantaLinear& linear, float* to) const { project_rows(from, step.num_tokens, linear, to); }
 
     void project_rows(const float* from, int64_t num_rows, const MantaLinear& linear, float* to) const {
         with_weight(linear, [&](auto weight) { multiply(from, num_rows, weight, to, step.prepared, model.num_threads); });
         if (linear.bias == nullptr) return;
-        const int64_t stride = (linear.num_outputs + PANEL - 1) / PANEL * PANEL;
+        const int64_t stride = padded(linear.num_outputs);
         for (int64_t r = 0; r < num_rows; ++r)
             for (int64_t i = 0; i < linear.num_outputs; ++i) to[r * stride + i] += linear.bias[i];
     }

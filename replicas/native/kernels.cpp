@@ -86,13 +86,28 @@ void manta_draw(const float* logits, int64_t row_stride, int64_t vocab_size, con
 // One whole step.
 void manta_decoder_step(const MantaDecoder* model, const MantaStep* step) {
     with_type(model->is_bfloat16, [&](auto type) {
-        const manta::Decoder<decltype(type)> decoder{*model, *step};
+        using Decoder = manta::Decoder<decltype(type)>;
+        const Decoder decoder{*model, *step};
+        const auto finish = [&](const Decoder& rest, int64_t layer) {
+            rest.attend_tokens(layer);
+            rest.mlp_segment(layer);
+        };
+        const int64_t last = model->num_layers - 1;
         decoder.embed();
-        for (int64_t layer = 0; layer < model->num_layers; ++layer) {
-            decoder.attention_segment(layer);
-            decoder.mlp_segment(layer);
+        for (int64_t layer = 0; layer < last; ++layer) {
+            decoder.write_tokens(layer);
+            finish(decoder, layer);
         }
-        decoder.logits();
+        decoder.write_tokens(last);
+        if (!manta::WantedTokens::pays(*step)) {
+            finish(decoder, last);
+            decoder.logits();
+        } else if (step->num_logit_rows > 0) {
+            const manta::WantedTokens wanted(*step, model->hidden_size, manta::padded(model->layers[last].qkv.num_outputs));
+            const Decoder rest{*model, wanted.step};
+            finish(rest, last);
+            rest.logits();
+        }
     });
 }
 
