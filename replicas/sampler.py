@@ -68,7 +68,13 @@ class Sampler:
         logprobs: list[TokenLogprob | None] = [None] * len(states)
         errors: dict[int, str] = {}
 
-        if plain:
+        can_read = self._native is not None and self._native.can_read(logits_RV)
+        if plain and self._native is not None and can_read:
+            for row, token_id in zip(plain, self._native.argmax(logits_RV, plain), strict=True):
+                token_ids[row] = max(token_id, 0)
+                if token_id < 0:
+                    errors[row] = BAD_LOGITS
+        elif plain:
             argmax_R = logits_RV.argmax(-1)
             best_R = logits_RV.gather(-1, argmax_R[:, None])[:, 0].float()
             argmax, best = argmax_R.tolist(), best_R.tolist()
@@ -77,7 +83,7 @@ class Sampler:
                 if not math.isfinite(best[row]):
                     errors[row] = BAD_LOGITS
         direct: set[int] = set()
-        if self._native is not None and self._native.can_read(logits_RV):
+        if self._native is not None and can_read:
             direct = {row for row in others if not states[row].params.is_greedy and not states[row].edits_logits}
             drawn = sorted(direct)
             for row, token_id in zip(drawn, self._native.draw(logits_RV, drawn, [states[row] for row in drawn]), strict=True):

@@ -83,6 +83,13 @@ void manta_draw(const float* logits, int64_t row_stride, int64_t vocab_size, con
     }
 }
 
+// token_ids [num_rows]: the largest logit of each of `rows`.
+void manta_argmax(const float* logits, int64_t row_stride, int64_t vocab_size, const int64_t* rows, int64_t num_rows, int64_t* token_ids,
+                  int32_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic)
+    for (int64_t i = 0; i < num_rows; ++i) token_ids[i] = manta::argmax(logits + rows[i] * row_stride, vocab_size);
+}
+
 // One whole step.
 void manta_decoder_step(const MantaDecoder* model, const MantaStep* step) {
     with_type(model->is_bfloat16, [&](auto type) {

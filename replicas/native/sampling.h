@@ -26,6 +26,33 @@ using DrawSettings = MantaDrawSettings;
 
 constexpr int64_t NO_TOKEN = -1;
 
+// The first id with the largest logit, or NO_TOKEN where a logit is NaN or the largest is infinite.
+inline int64_t argmax(const float* logits, int64_t size) {
+    constexpr int64_t STRETCH = 1024;  // ids, of which one stretch is searched
+    float highest = MINUS_INFINITY;
+    int64_t best = 0;
+    for (int64_t start = 0; start < size; start += STRETCH) {
+        const int64_t end = std::min(start + STRETCH, size), whole = end - (end - start) % WIDTH;
+        Vector most = Vector{} + MINUS_INFINITY;
+        Integers is_nan = {};
+        for (int64_t i = start; i < whole; i += WIDTH) {
+            const Vector x = load(logits + i);
+            most = larger(x, most);
+            is_nan |= x != x;
+        }
+        float here = largest(most);
+        bool any_nan = false;
+        for (int i = 0; i < WIDTH; ++i) any_nan |= is_nan[i] != 0;
+        for (int64_t i = whole; i < end; ++i) {
+            here = std::max(here, logits[i]);
+            any_nan |= std::isnan(logits[i]);
+        }
+        if (any_nan) return NO_TOKEN;
+        if (here > highest) highest = here, best = start;
+    }
+    return std::isinf(highest) ? NO_TOKEN : std::find(logits + best, logits + size, highest) - logits;
+}
+
 class RowDraw {
   public:
     explicit RowDraw(int64_t vocab_size)

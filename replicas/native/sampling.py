@@ -29,9 +29,20 @@ class NativeDraw:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._call = library.manta_draw
+        self._argmax = library.manta_argmax
 
     def can_read(self, logits_RV: torch.Tensor) -> bool:
         return logits_RV.dtype == torch.float32 and logits_RV.device.type == "cpu" and logits_RV.stride(1) == 1
+
+    def argmax(self, logits_RV: torch.Tensor, rows: Sequence[int]) -> list[int]:
+        """The first id with the largest logit of each of `rows`; -1 where a logit is NaN or the largest is infinite."""
+        token_ids = (ctypes.c_int64 * len(rows))()
+        self._argmax(
+            ctypes.c_void_p(logits_RV.data_ptr()), ctypes.c_int64(logits_RV.stride(0)), ctypes.c_int64(logits_RV.shape[1]),
+            (ctypes.c_int64 * len(rows))(*rows), ctypes.c_int64(len(rows)), token_ids,
+            ctypes.c_int32(min(torch.get_num_threads(), len(rows))),
+        )  # fmt: skip
+        return list(token_ids)
 
     def draw(self, logits_RV: torch.Tensor, rows: Sequence[int], states: Sequence[SamplingState]) -> list[int]:
         """The token of each of `rows`, `states` in the same order; -1 where the row's largest logit is not finite."""

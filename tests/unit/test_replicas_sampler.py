@@ -293,6 +293,13 @@ def test_stop_id_outside_the_vocabulary_is_harmless():
     assert Sampler(3).sample(torch.tensor([[1.0, 3.0, 2.0]]), [state(stop_token_ids=(99,), min_tokens=1, temperature=0)]).token_ids == [1]
 
 
+@pytest.mark.parametrize("vocab", [1, 1023, 1024, 5000])
+def test_compiled_argmax_takes_the_first_of_equal_logits(compiled, vocab):
+    logits = random_logits(20, vocab).round()
+    rows = list(range(19, -1, -2))
+    assert compiled.argmax(logits, rows) == [logits[row].tolist().index(float(logits[row].max())) for row in rows]
+
+
 def test_sample_without_rows_is_empty(native):
     assert Sampler(3, native).sample(torch.empty(0, 3), []).token_ids == []
 
