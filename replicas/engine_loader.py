@@ -71,7 +71,7 @@ def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None, launc
     try:
         return _load(config, choice, wiring, launcher)
     except NativeMismatch as error:
-        if choice.rounds_activations and config.quantization is None:
+        if choice.rounds_activations:
             logger.warning("loading again with activations that are not rounded: %s", error)
             return load_engine(replace(config, round_activations=False), wiring, launcher)
         if config.quantization is not None:

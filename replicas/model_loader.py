@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class ModelChoice:
 
     @property
     def rounds_activations(self) -> bool:
-        """Whether the steps compute with activations rounded to bfloat16, unless the weights are quantized."""
+        """Whether the steps compute with activations rounded to bfloat16."""
         return self.native_library is not None and self.dtype is torch.bfloat16 and variant_of(self.native_library).rounds_activations
 
 
@@ -86,6 +86,8 @@ def choose_model(config: EngineConfig) -> ModelChoice:
         if config.quantization is not None:
             raise ValueError(f"quantization {config.quantization!r} needs dtype float32 or bfloat16, not {config.dtype}")
         native_library = None
+    if native_library is not None and config.quantization is not None and dtype is torch.float32:
+        native_library = _native_library(replace(config, round_activations=False), hf_config, device)
     logger.info("dtype %s on %s: %s", str(dtype).removeprefix("torch."), device, reason)
     return ModelChoice(
         source=source,

@@ -15,7 +15,7 @@ class InstructionSet:
     compiler_flags: tuple[str, ...]
     cpu_flags: frozenset[str]
     rounds_activations: bool = False
-    """Whether bfloat16 weights multiply activations that are rounded to bfloat16."""
+    """Whether bfloat16 and quantized weights multiply activations that are rounded to bfloat16."""
 
 
 PLAIN = InstructionSet("plain", (), frozenset())

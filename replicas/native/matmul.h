@@ -1,15 +1,16 @@
 // C = A * B^T for few or many rows of A, float accumulation, B packed once.
 //
 // B [N, K] is packed in panels of 16 outputs, each [K / STEP, 16] words of 32 bits that hold STEP neighbouring k's of one output:
-// one float, two bfloat16, four int8 or eight int4, the first in the lowest bits. Words are widened to float in registers. Every
+// one float, two bfloat16, four int8 or eight int4, the even ones in the lower half, the first in the lowest bits. Words are widened to float in registers. Every
 // output is one sum over k in a fixed order, whatever the number of rows, so a row's result is the same to the bit alone or in a
-// batch. Where the CPU has an instruction for pairs of bfloat16, words are not widened, and `prepare` rounds the activations to
-// bfloat16 too. It lays the rows of a tile out line by line: one line of each, then the next ones. A tile so reads through its rows in
+// batch. Where the CPU has an instruction for pairs of bfloat16, words become such pairs instead, and `prepare` rounds the activations
+// to bfloat16 too. It lays the rows of a tile out line by line: one line of each, then the next ones. A tile so reads through its rows in
 // one piece; in rows of their own, lines a power of two apart would not stay in the first-level cache together.
 //
 // Quantized weights are w = unit * (scale * u + least): u unsigned, one unit for each output, scale and least integers for each output
 // and GROUP k's, which follow the group's words. A word is masked, not shifted, before it becomes a float, so u comes out times a
-// power of two, and `prepare` divides the activations by that power first: both are exact.
+// power of two, and `prepare` divides the activations by that power first: both are exact. A float u of at most 8 bits has nothing in
+// its lower half, so two of them make a pair of bfloat16 with a shift.
 #pragma once
 
 #include <vector>
@@ -52,19 +53,32 @@ struct BFloat16Widened {
 #ifdef MANTA_BF16_DOT
 struct BFloat16Dot {
     static constexpr int STEP = 2, PER_FLOAT = 2;
-    static void add(Vector& sum, const Words& pair, const Words& words) { add_dot(sum, pair, words); }
+    static Words pair(Words words, int) { return words; }
 };
 using BFloat16Element = BFloat16Dot;
+constexpr int QUANTIZED_PER_FLOAT = 2;
 #else
 using BFloat16Element = BFloat16Widened;
+constexpr int QUANTIZED_PER_FLOAT = 1;
 #endif
 template <int BITS>
 struct Unsigned {
-    static constexpr int STEP = 32 / BITS, PER_FLOAT = 1;
+    static constexpr int STEP = 32 / BITS, PER_FLOAT = QUANTIZED_PER_FLOAT;
     static constexpr uint32_t MASK = (1u << BITS) - 1;
+    static constexpr int place(int j) { return j % 2 * 16 + j / 2 * BITS; }  // of the j-th number, in bits from the lowest
     // The last one cannot be masked only: it would come out negative.
-    static Vector widen(Words words, int j) { return to_floats(j == STEP - 1 ? words >> (32 - BITS) : words & (MASK << (BITS * j))); }
-    static constexpr float divisor(int64_t k) { return k % STEP == STEP - 1 ? 1.0f : static_cast<float>(1u << (BITS * (k % STEP))); }
+    static Vector widen(Words words, int j) { return to_floats(j == STEP - 1 ? words >> place(j) : words & (MASK << place(j))); }
+    static constexpr float divisor(int64_t k) {
+        const int j = k % STEP;
+        return j == STEP - 1 || (PER_FLOAT > 1 && BITS == 4) ? 1.0f : static_cast<float>(1u << place(j));
+    }
+#ifdef MANTA_BF16_DOT
+    // Numbers 2 j and 2 j + 1 as bfloat16, times their divisors.
+    static Words pair(Words words, int j) {
+        if constexpr (BITS == 4) return lowest_nibbles(words >> place(2 * j));
+        return as_words(widen(words, 2 * j)) >> 16 | as_words(widen(words, 2 * j + 1));
+    }
+#endif
 };
 using Int8 = Unsigned<8>;
 using Int4 = Unsigned<4>;
@@ -113,23 +127,32 @@ void prepare(const float* row, const PackedWeight<E>& b, float* to, int64_t stri
             std::fill(std::copy(from, row + b.num_k, padded), padded + LINE_K, 0.0f);
             from = padded;
         }
+        float numbers[LINE_K];
         if constexpr (E::PER_FLOAT > 1) {
-            BFloat16* numbers = reinterpret_cast<BFloat16*>(to);
 #pragma omp simd
-            for (int i = 0; i < LINE_K; ++i) store(numbers + i, from[i]);
-        } else if constexpr (IS_QUANTIZED<E>) {
+            for (int i = 0; i < LINE_K; ++i) numbers[i] = rounded(from[i]);
+        } else {
+            std::copy_n(from, LINE_K, numbers);
+        }
+        if constexpr (IS_QUANTIZED<E>) {
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int i = 0; i < LINE; ++i) sum += from[i];
+            for (int i = 0; i < LINE_K; ++i) sum += numbers[i];
             float& of_group = sums[k / GROUP / LINE * stride + k / GROUP % LINE];
             of_group = k % GROUP == 0 ? sum : of_group + sum;
-            UNROLL for (int i = 0; i < LINE; ++i) to[i] = from[i] * (1.0f / E::divisor(i));
+#pragma omp simd
+            for (int i = 0; i < LINE_K; ++i) numbers[i] *= 1.0f / E::divisor(i);
+        }
+        if constexpr (E::PER_FLOAT > 1) {
+            BFloat16* halves = reinterpret_cast<BFloat16*>(to);
+#pragma omp simd
+            for (int i = 0; i < LINE_K; ++i) halves[i] = upper_half(numbers[i]);
         } else {
-            std::copy_n(from, LINE, to);
+            std::copy_n(numbers, LINE, to);
         }
     }
     // A group's second line may be all padding.
-    if constexpr (IS_QUANTIZED<E>)
+    if constexpr (IS_QUANTIZED<E> && E::PER_FLOAT == 1)
         if (b.number_lines() * LINE - b.num_k >= LINE) std::fill_n(to, LINE, 0.0f);
 }
 
@@ -160,11 +183,15 @@ inline __attribute__((always_inline)) void add_products(const float* a, const ui
             UNROLL for (int v = 0; v < V; ++v)
                 std::memcpy(&words[v], b + v / NUM_VECTORS * panel_stride + v % NUM_VECTORS * WIDTH, sizeof words[v]);
             if constexpr (E::PER_FLOAT > 1) {
-                UNROLL for (int r = 0; r < R; ++r) {
-                    uint32_t a_rk;
-                    std::memcpy(&a_rk, a + r * LINE + i, sizeof a_rk);
-                    const Words same = Words{} + a_rk;
-                    UNROLL for (int v = 0; v < V; ++v) E::add(sum[r][v], same, words[v]);
+                UNROLL for (int j = 0; j < FLOATS; ++j) {
+                    Words pairs[V];
+                    UNROLL for (int v = 0; v < V; ++v) pairs[v] = E::pair(words[v], j);
+                    UNROLL for (int r = 0; r < R; ++r) {
+                        uint32_t a_rk;
+                        std::memcpy(&a_rk, a + r * LINE + i + j, sizeof a_rk);
+                        const Words same = Words{} + a_rk;
+                        UNROLL for (int v = 0; v < V; ++v) add_dot(sum[r][v], same, pairs[v]);
+                    }
                 }
             } else {
                 UNROLL for (int j = 0; j < E::STEP; ++j) {
@@ -229,7 +256,7 @@ void multiply_tile(const float* a, const PackedWeight<E>& b, int64_t panel, int6
     if constexpr (IS_QUANTIZED<E>) {
         if (first == 0) clear(to, R, b.stride(), P * PANEL);
         const float* sums = a + b.number_lines() * R * LINE;
-        for (int64_t g = first; g < end; ++g, a_k += GROUP * R, from += GROUP_WORDS<E>)
+        for (int64_t g = first; g < end; ++g, a_k += GROUP / E::PER_FLOAT * R, from += GROUP_WORDS<E>)
             multiply_group<R, P, E>(a_k, sums + g / LINE * R * LINE + g % LINE, from, b.panel_words(), ahead, to, b.stride());
     } else {
         Vector sum[R][P * NUM_VECTORS];

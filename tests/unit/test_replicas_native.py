@@ -58,7 +58,7 @@ def test_multiply_of_any_shape_equals_float64(
     packed = _packed(num_outputs, num_k, element, seed)
     w_NK = unpack(packed).double()
     a_MK = torch.randn(num_rows, num_k, generator=torch.Generator().manual_seed(seed + 1))
-    is_rounded = element is Element.BFLOAT16 and variant_of(library).rounds_activations
+    is_rounded = element is not Element.FLOAT32 and variant_of(library).rounds_activations
     expected = (a_MK.bfloat16() if is_rounded else a_MK).double() @ w_NK.T
     # Far above K roundings of the running sum, whose terms are as large as the row's largest weight in a quantized type.
     size_NK = w_NK.abs().amax(1, keepdim=True).expand_as(w_NK) if element.is_quantized else w_NK.abs()
@@ -151,7 +151,7 @@ def test_decoder_in_bfloat16_is_nearer_to_float32_than_transformers_in_bfloat16(
 def test_quantized_decoder_equals_transformers_over_the_weights_it_stands_for(
     library: ctypes.CDLL, quantization: Any, element: Element
 ) -> None:
-    sequence = _sequence(30, 5)
+    sequence, is_rounded = _sequence(30, 5), variant_of(library).rounds_activations
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG)).eval()
     ids = torch.tensor([sequence])
@@ -160,11 +160,14 @@ def test_quantized_decoder_equals_transformers_over_the_weights_it_stands_for(
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight.data = unpack(pack(module.weight.data, element))
+            if is_rounded:
+                module.register_forward_pre_hook(lambda module, inputs: (inputs[0].bfloat16().float(),))
     with torch.inference_mode():
         theirs = model(ids).logits[0, -1]
     ours = _decoder(NativeDecoder, library, torch.float32, quantization=quantization).forward(_step([(sequence, 0, 30)]))[0]
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert float((ours - theirs).abs().max()) < float((ours - exact).abs().max()) / 20, "the comparison tells nothing"
+    # An input next to the middle between two bfloat16 may be rounded the other way.
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=3e-4 if is_rounded else 1e-5)
+    assert float((ours - theirs).abs().max()) < float((ours - exact).abs().max()) / (4 if is_rounded else 20), "the comparison tells nothing"
 
 
 @pytest.mark.parametrize(

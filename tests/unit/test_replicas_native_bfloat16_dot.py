@@ -168,7 +168,9 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def load(**kwargs: Any) -> Engine:
         return Engine.load(
-            EngineConfig(model=str(folder), dtype="bfloat16", kv_cache_bytes=4 << 20, max_num_seqs=8, max_num_batched_tokens=13, **kwargs)
+            EngineConfig(
+                model=str(folder), kv_cache_bytes=4 << 20, max_num_seqs=8, max_num_batched_tokens=13, **{"dtype": "bfloat16", **kwargs}
+            )
         )
 
     return load
@@ -192,7 +194,8 @@ def test_greedy_tokens_are_near_the_best_and_the_same_alone_and_batched(load: An
 
 def test_round_activations_false_takes_the_next_variant(load: Any) -> None:
     assert load(round_activations=False).description.kernels == "plain"
-    assert load(quantization="int8").description.kernels == "emulated_bf16", "integers multiply float32 activations anyway"
+    assert load(quantization="int8").description.kernels == "emulated_bf16"
+    assert load(quantization="int8", dtype="float32").description.kernels == "plain", "float32 is what was asked for"
 
 
 def test_load_when_rounded_activations_fail_the_self_check_keeps_them_float32(
