@@ -49,8 +49,13 @@ class PendingPrefixes:
 
     def add(self, booking: Booking) -> None:
         name = booking.request.request_id, booking.replica_id
-        for position in _anchor_positions(len(booking.request.block_keys)):
-            self._anchors.setdefault(booking.request.block_keys[position - 1], {})[name] = booking
+        anchors, keys = self._anchors, booking.request.block_keys
+        for position in _anchor_positions(len(keys)):
+            bookings = anchors.get(keys[position - 1])
+            if bookings is None:
+                anchors[keys[position - 1]] = {name: booking}
+            else:
+                bookings[name] = booking
 
     def remove(self, booking: Booking) -> None:
         """Forgets a booking; one that is not here is ignored."""
@@ -66,15 +71,23 @@ class PendingPrefixes:
     def match(self, keys: tuple[BlockKey, ...]) -> dict[str, int]:
         """Leading blocks of `keys` that bookings on each replica share; replicas without any are left out."""
         depths: dict[str, int] = {}
-        if not self._anchors:
-            return depths
+        found: list[tuple[int, dict[tuple[str, str], Booking]]] = []  # anchors that somebody shares: all before it are shared too
         upper = len(keys)
-        for position in reversed(_anchor_positions(len(keys))):
-            for booking in self._anchors.get(keys[position - 1], {}).values():
-                if depths.get(booking.replica_id, 0) < upper:
-                    depth = _common_prefix(keys, booking.request.block_keys, position, upper)
-                    if depth > depths.get(booking.replica_id, 0):
-                        depths[booking.replica_id] = depth
+        for position in _anchor_positions(len(keys)):
+            bookings = self._anchors.get(keys[position - 1])
+            if bookings is None:
+                upper = position - 1
+                break
+            found.append((position, bookings))
+        num_measured = 0
+        for position, bookings in reversed(found):
+            if len(bookings) > num_measured:  # else they are those of the anchor behind it
+                num_measured = len(bookings)
+                for booking in bookings.values():
+                    if depths.get(booking.replica_id, 0) < upper:
+                        depth = _common_prefix(keys, booking.request.block_keys, position, upper)
+                        if depth > depths.get(booking.replica_id, 0):
+                            depths[booking.replica_id] = depth
             # whoever shares this anchor was just measured; the others differ, or end, before it
             upper = position - 1
         return depths

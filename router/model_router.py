@@ -314,7 +314,7 @@ class ModelRouter:
                     replica_role=replica.role,
                     predicted_ttft_s=predicted_s,
                     num_cached_tokens=num_cached,
-                    candidates=(CandidateScore(replica_id=replica.replica_id, cost=predicted_s, terms=(("alone", predicted_s),)),),
+                    candidates=(CandidateScore(replica.replica_id, predicted_s, ("alone",), (predicted_s,)),),
                 )
             )
         if self._solitary.reserved != reserved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import hypot
 from statistics import fmean
 from typing import NamedTuple
@@ -32,7 +33,7 @@ class _Prefill(NamedTuple):
 
     replica: ReplicaSnapshot
     cost: float
-    terms: tuple[tuple[str, float], ...]
+    terms: Mapping[str, float]
     computed_s: float
     ready_s: float
     """When the first token is there."""
@@ -43,7 +44,7 @@ class _Decode(NamedTuple):
 
     replica: ReplicaSnapshot
     cost: float
-    terms: tuple[tuple[str, float], ...]
+    terms: Mapping[str, float]
     wait_s: float
     """Until it has a slot and blocks."""
     transfer_s: float
@@ -106,7 +107,7 @@ class PlanCosts:
         return Plan(
             computes=replica,
             runs=replica,
-            score=CandidateScore(replica.replica_id, sum(terms.values()), tuple(terms.items())),
+            score=CandidateScore(replica.replica_id, sum(terms.values()), tuple(terms), tuple(terms.values())),
             ttft_s=ready_s + step_s,
         )
 
@@ -116,7 +117,7 @@ class PlanCosts:
         slowdown_s = terms.pop("slowdown")  # nothing decodes beside it
         terms.pop("decode")
         computed_s = terms["prefill"] + terms["pending"]
-        return _Prefill(replica, score.cost - slowdown_s, tuple(terms.items()), computed_s, terms["wait"] + computed_s)
+        return _Prefill(replica, score.cost - slowdown_s, terms, computed_s, terms["wait"] + computed_s)
 
     def _decode(self, request: RoutingRequest, replica: ReplicaSnapshot) -> _Decode:
         costs, stats = self._costs, replica.stats
@@ -128,7 +129,7 @@ class PlanCosts:
         return _Decode(
             replica=replica,
             cost=decode_s + crowding_s,
-            terms=(("decode", decode_s), ("crowding", crowding_s)),
+            terms={"decode": decode_s, "crowding": crowding_s},
             wait_s=costs.wait_s(request, replica, num_moved, num_outputs),
             transfer_s=num_moved / (stats.transfer_tokens_per_s or 1.0),
             step_s=step_s,
@@ -155,6 +156,6 @@ def _handoff_s(first: _Prefill, second: _Decode) -> float:
 
 
 def _pair(first: _Prefill, second: _Decode, cost: float) -> Plan:
-    terms = (*first.terms, ("handoff", _handoff_s(first, second)), *second.terms)
-    score = CandidateScore(second.replica.replica_id, cost, terms, first.replica.replica_id)
+    terms = {**first.terms, "handoff": _handoff_s(first, second), **second.terms}
+    score = CandidateScore(second.replica.replica_id, cost, tuple(terms), tuple(terms.values()), first.replica.replica_id)
     return Plan(computes=first.replica, runs=second.replica, score=score, ttft_s=first.ready_s)

@@ -188,7 +188,8 @@ def _decision(request: RoutingRequest, chosen: ReplicaSnapshot, snapshot: Cluste
             CandidateScore(
                 replica_id=replica.replica_id,
                 cost=float(num_requests(replica)),
-                terms=(("requests", float(num_requests(replica))), ("tokens", float(num_tokens(replica)))),
+                names=("requests", "tokens"),
+                seconds=(float(num_requests(replica)), float(num_tokens(replica))),
             )
             for replica in shown
         ),

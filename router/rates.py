@@ -95,6 +95,9 @@ class RateModel:
             transfer_tokens_per_s=self._transfer.median(prior.transfer_tokens_per_s),
         )
 
+    def typical_prefill_tokens_per_s(self, otherwise: float) -> float:
+        return self._prefill.median(otherwise)
+
     def observe(self, replica_id: str, stats: ReplicaStats) -> None:
         """Takes the measurements of one report in; absent or senseless ones are skipped."""
         for rates, measured in (
@@ -134,7 +137,7 @@ class PoolRates:
 
     def typical_prefill_tokens_per_s(self, role: Role) -> float:
         """The median of the pool, or of the other one."""
-        return self._pools[role].typical(self._other(role)).prefill_tokens_per_s
+        return self._pools[role].typical_prefill_tokens_per_s(self._other(role).prefill_tokens_per_s)
 
     def observe(self, replica_id: str, role: Role, stats: ReplicaStats) -> None:
         self._pools[role].observe(replica_id, stats)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from replicas.stats import ReplicaStats
 from router.policies import Policy
-from router.snapshot import CandidateScore, ClusterSnapshot, Decision, ReplicaSnapshot, RoutingRequest
+from router.snapshot import CandidateScore, ClusterSnapshot, Decision, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
 DecisionSink = Callable[[RoutingRequest, ClusterSnapshot, int, Decision], None]
 
@@ -39,7 +38,7 @@ class DecisionRecorder:
                 "prefill": [_replica_fields(replica) for replica in snapshot.prefill],
             },
             "seed": seed,
-            "decision": asdict(decision) | {"candidates": [candidate._asdict() for candidate in decision.candidates]},
+            "decision": asdict(decision) | {"candidates": [_candidate_fields(candidate) for candidate in decision.candidates]},
         }
         self._stream.write(json.dumps(record, default=_to_json, separators=(",", ":")) + "\n")
 
@@ -68,11 +67,25 @@ def _to_json(value: object) -> object:
 
 
 def _replica_fields(replica: ReplicaSnapshot) -> dict[str, Any]:
-    return replica._asdict() | {"stats": asdict(replica.stats)}
+    return replica._asdict() | {"stats": replica.stats._asdict()}
+
+
+def _candidate_fields(candidate: CandidateScore) -> dict[str, Any]:
+    return {
+        "replica_id": candidate.replica_id,
+        "cost": candidate.cost,
+        "terms": candidate.terms,
+        "prefill_replica_id": candidate.prefill_replica_id,
+    }
 
 
 def _replicas(fields: Iterable[dict[str, Any]]) -> tuple[ReplicaSnapshot, ...]:
-    return tuple(ReplicaSnapshot(**replica | {"stats": ReplicaStats(**replica["stats"])}) for replica in fields)
+    return tuple(ReplicaSnapshot(**replica | {"stats": _load(replica["stats"])}) for replica in fields)
+
+
+def _load(stats: dict[str, Any]) -> ReplicaLoad:
+    """Older records hold all of a replica's statistics."""
+    return ReplicaLoad(**{name: stats[name] for name in ReplicaLoad._fields})
 
 
 def _record(fields: dict[str, Any]) -> DecisionRecord:
@@ -83,8 +96,8 @@ def _record(fields: dict[str, Any]) -> DecisionRecord:
     decision = fields["decision"]
     candidates = []
     for candidate in decision["candidates"]:
-        candidate["terms"] = tuple((name, value) for name, value in candidate["terms"])
-        candidates.append(CandidateScore(**candidate))
+        terms = dict(candidate.pop("terms"))
+        candidates.append(CandidateScore(**candidate, names=tuple(terms), seconds=tuple(terms.values())))
     decision["candidates"] = tuple(candidates)
     return DecisionRecord(
         request=RoutingRequest(**request),

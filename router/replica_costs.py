@@ -12,6 +12,9 @@ _COLD_BALANCE = 0.03
 _MAX_UTILIZATION = 0.9
 _BUSY_UTILIZATION = 0.25
 
+_TERMS = ("wait", "prefill", "pending", "capacity", "queueing", "slowdown", "eviction", "decode", "balance")
+_TERMS_IN_TIME = (*_TERMS, "overdue")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringWeights:
@@ -96,69 +99,63 @@ class ReplicaCosts:
         due_s: float | None,
     ) -> CandidateScore:
         """What it costs that this replica does all of the request; with `num_outputs` 0, that it computes the prompt."""
-        # runs for each candidate of each decision: plain comparisons, because calls of min and max are half of its time
-        weights, stats, size = self.weights, replica.stats, replica.block_size
+        # Runs for each candidate of each decision: plain comparisons, because calls of min and max are half of its time, and
+        # tuples taken apart at once, because reading a field by its name takes ten times as long.
+        weights = self.weights
         least_work_s, num_behind, token_s = prices
-        rate, step_s = stats.prefill_tokens_per_s or 1.0, stats.decode_step_s or 0.0
-        num_cached = replica.num_cached_blocks * size
+        replica_id, stats, _, size, num_cached_blocks, num_pending_blocks, _, _, _, recent_work_s, recent_work_scale, _, _ = replica
+        num_running, _, _, _, num_blocks, num_free_blocks, num_findable_blocks, rate_or_none, step_or_none, _ = stats
+        rate, step_s = rate_or_none or 1.0, step_or_none or 0.0
+        num_cached = num_cached_blocks * size
         num_uncached = request.num_prompt_tokens - num_cached
         if num_uncached < 1:
             num_uncached = 1
-        num_pending = replica.num_pending_blocks * size - num_cached
+        num_pending = num_pending_blocks * size - num_cached
         num_pending = 0 if num_pending <= 0 else num_pending if num_pending < num_uncached else num_uncached - 1
         wait_s = self.wait_s(request, replica, num_uncached, num_outputs)
         prefill_s = num_uncached / rate
-        pending_s = -weights.pending * num_pending / rate
+        pending_weight = weights.pending
+        pending_s = -pending_weight * num_pending / rate
         computed_s = prefill_s + pending_s
         # blocks that are neither held nor worth keeping are taken first; what is beyond them evicts
-        num_blank_blocks = stats.num_blocks - stats.num_cached_blocks
-        if num_blank_blocks > stats.num_free_blocks:
-            num_blank_blocks = stats.num_free_blocks
+        num_blank_blocks = num_blocks - num_findable_blocks
+        if num_blank_blocks > num_free_blocks:
+            num_blank_blocks = num_free_blocks
         num_evicted_blocks = (num_uncached - num_pending + num_outputs) / size - (num_blank_blocks if num_blank_blocks > 0 else 0)
         eviction_s = weights.eviction * num_evicted_blocks * size / rate if num_evicted_blocks > 0 else 0.0
-        capacity_s = token_s * (num_uncached - weights.pending * num_pending)
+        capacity_s = token_s * (num_uncached - pending_weight * num_pending)
         queueing_s = num_behind * computed_s
-        slowdown_s = weights.slowdown * stats.num_running * computed_s
+        slowdown_s = weights.slowdown * num_running * computed_s
         decode_s = weights.decode * num_outputs * step_s
         # What one prompt more or less would have been extrapolated to says nothing: in the first minutes that is a lot.
-        ahead_s = replica.recent_work_s - least_work_s - (replica.recent_work_scale - 1.0) * request.num_prompt_tokens / rate
+        ahead_s = recent_work_s - least_work_s - (recent_work_scale - 1.0) * request.num_prompt_tokens / rate
         if ahead_s < 0:
             ahead_s = 0.0
         beyond_s = ahead_s - weights.tolerance * least_work_s
         balance_s = _COLD_BALANCE * ahead_s + (weights.balance * beyond_s if beyond_s > 0 else 0.0)
         cost = wait_s + prefill_s + pending_s + capacity_s + queueing_s + slowdown_s + eviction_s + decode_s + balance_s
-        terms: tuple[tuple[str, float], ...] = (
-            ("wait", wait_s),
-            ("prefill", prefill_s),
-            ("pending", pending_s),
-            ("capacity", capacity_s),
-            ("queueing", queueing_s),
-            ("slowdown", slowdown_s),
-            ("eviction", eviction_s),
-            ("decode", decode_s),
-            ("balance", balance_s),
-        )
-        if due_s is not None:
-            late_s = now_s + wait_s + computed_s - due_s
-            overdue_s = weights.miss_s + weights.overdue * late_s if late_s > 0 else 0.0
-            terms = (*terms, ("overdue", overdue_s))
-            cost += overdue_s
-        return CandidateScore(replica.replica_id, cost, terms)
+        seconds = (wait_s, prefill_s, pending_s, capacity_s, queueing_s, slowdown_s, eviction_s, decode_s, balance_s)
+        if due_s is None:
+            return CandidateScore(replica_id, cost, _TERMS, seconds)
+        late_s = now_s + wait_s + computed_s - due_s
+        overdue_s = weights.miss_s + weights.overdue * late_s if late_s > 0 else 0.0
+        return CandidateScore(replica_id, cost + overdue_s, _TERMS_IN_TIME, (*seconds, overdue_s))
 
     def wait_s(self, request: RoutingRequest, replica: ReplicaSnapshot, num_uncached: int, num_outputs: int) -> float:
         """Prefill queued before this request; or, if longer, until a slot and enough blocks come free.
 
         Little's law gives the latter: what is held leaves within the time that one answer takes.
         """
-        stats = replica.stats
-        rate = stats.prefill_tokens_per_s or 1.0
-        wait_s = stats.num_uncomputed_tokens / rate - replica.report_age_s
-        wait_s = replica.num_booked_prefill_tokens / rate + (wait_s if wait_s > 0 else 0.0)
-        num_too_many = stats.num_running + stats.num_waiting + replica.num_booked_requests + request.num_choices - replica.max_num_seqs
-        num_needed_blocks = (num_uncached + num_outputs + replica.num_booked_context_tokens) / replica.block_size
-        num_missing_blocks = num_needed_blocks - stats.num_free_blocks if stats.num_blocks else 0
+        _, stats, max_num_seqs, size, _, _, num_booked, num_booked_prefill, num_booked_context, _, _, report_age_s, _ = replica
+        num_running, num_waiting, num_uncomputed, _, num_blocks, num_free_blocks, _, rate_or_none, step_or_none, _ = stats
+        rate = rate_or_none or 1.0
+        wait_s = num_uncomputed / rate - report_age_s
+        wait_s = num_booked_prefill / rate + (wait_s if wait_s > 0 else 0.0)
+        num_too_many = num_running + num_waiting + num_booked + request.num_choices - max_num_seqs
+        num_needed_blocks = (num_uncached + num_outputs + num_booked_context) / size
+        num_missing_blocks = num_needed_blocks - num_free_blocks if num_blocks else 0
         if num_too_many > 0 or num_missing_blocks > 0:
-            answer_s = self._expected_output_tokens * (stats.decode_step_s or 0.0)
-            num_held_blocks = max(1, stats.num_blocks - stats.num_free_blocks)
-            wait_s = max(wait_s, num_too_many * answer_s / replica.max_num_seqs, num_missing_blocks * answer_s / num_held_blocks)
+            answer_s = self._expected_output_tokens * (step_or_none or 0.0)
+            num_held_blocks = max(1, num_blocks - num_free_blocks)
+            wait_s = max(wait_s, num_too_many * answer_s / max_num_seqs, num_missing_blocks * answer_s / num_held_blocks)
         return wait_s

@@ -8,7 +8,7 @@ from math import exp
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.bookings import Booking
 from router.rates import Rates
-from router.snapshot import RECENT_WORK_S, ReplicaSnapshot
+from router.snapshot import RECENT_WORK_S, ReplicaLoad, ReplicaSnapshot
 
 _SNAPSHOT_AGE_S = 0.1
 _LEAST_KNOWN_S = 30.0
@@ -50,7 +50,7 @@ class ReplicaState:
         self._recent_work_s = 0.0
         self._recent_at_s = now_s
         self._known_since_s = now_s
-        self._stats_now: ReplicaStats | None = None  # see `_current_stats`
+        self._stats_now: ReplicaLoad | None = None  # see `_current_stats`
         self._snapshot: ReplicaSnapshot | None = None
         self._snapshot_at_s = 0.0
 
@@ -173,20 +173,21 @@ class ReplicaState:
         kept = self._snapshot
         if is_plain and kept is not None and 0 <= now_s - self._snapshot_at_s < _SNAPSHOT_AGE_S:
             return kept
-        made = ReplicaSnapshot(
-            replica_id=self.replica_id,
-            stats=self._current_stats(),
-            max_num_seqs=self.max_num_seqs,
-            block_size=self.block_size,
-            num_cached_blocks=num_cached_blocks,
-            num_pending_blocks=max(num_cached_blocks, num_pending_blocks),
-            num_booked_requests=self._num_unseen,
-            num_booked_prefill_tokens=self._unseen_prefill_tokens + self.held_tokens,
-            num_booked_context_tokens=self._unseen_context_tokens,
-            recent_work_s=self.recent_work_s(now_s),
-            recent_work_scale=self._work_scale(now_s),
-            report_age_s=now_s - self.reported_s,
-            role=self.role,
+        work_scale = self._work_scale(now_s)
+        made = ReplicaSnapshot(  # by position, in the order of the fields: names take twice as long
+            self.replica_id,
+            self._current_stats(),
+            self.max_num_seqs,
+            self.block_size,
+            num_cached_blocks,
+            num_pending_blocks if num_pending_blocks > num_cached_blocks else num_cached_blocks,
+            self._num_unseen,
+            self._unseen_prefill_tokens + self.held_tokens,
+            self._unseen_context_tokens,
+            self._decayed_work_s(now_s) * work_scale,
+            work_scale,
+            now_s - self.reported_s,
+            self.role,
         )
         if is_plain:
             self._snapshot, self._snapshot_at_s = made, now_s
@@ -263,23 +264,23 @@ class ReplicaState:
     def _reported_drain_s(self) -> float:
         return self.stats.num_uncomputed_tokens / self.rates.prefill_tokens_per_s
 
-    def _current_stats(self) -> ReplicaStats:
-        """The last report's load, less what ended since, with the smoothed rates in place of the measured ones; no counters."""
+    def _current_stats(self) -> ReplicaLoad:
+        """The last report's load, less what ended since, with the smoothed rates in place of the measured ones."""
         if self._stats_now is not None:
             return self._stats_now
         stats = self.stats
-        # made anew for most decisions: `replace` takes twice as long
-        self._stats_now = ReplicaStats(
-            num_running=max(0, stats.num_running - self._num_released),
-            num_waiting=stats.num_waiting,
-            num_uncomputed_tokens=stats.num_uncomputed_tokens,
-            num_context_tokens=max(0, stats.num_context_tokens - self._released_context_tokens),
-            num_blocks=stats.num_blocks,
-            num_free_blocks=stats.num_free_blocks,
-            num_cached_blocks=stats.num_cached_blocks,
-            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
-            decode_step_s=self.rates.decode_step_s,
-            transfer_tokens_per_s=self.rates.transfer_tokens_per_s,
+        rates = self.rates
+        self._stats_now = ReplicaLoad(  # by position, in the order of the fields: made anew for most decisions
+            max(0, stats.num_running - self._num_released),
+            stats.num_waiting,
+            stats.num_uncomputed_tokens,
+            max(0, stats.num_context_tokens - self._released_context_tokens),
+            stats.num_blocks,
+            stats.num_free_blocks,
+            stats.num_cached_blocks,
+            rates.prefill_tokens_per_s,
+            rates.decode_step_s,
+            rates.transfer_tokens_per_s,
         )
         return self._stats_now
 

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 
 from kvcache.hashing import BlockKey
 from replicas.engine_config import Role
-from replicas.stats import ReplicaStats
 
 RECENT_WORK_S = 900.0
 """Time constant of `ReplicaSnapshot.recent_work_s`: about as long as a cache lives, for what fills it is this work; short
@@ -43,6 +42,24 @@ class RoutingRequest:
     """The gateway that asks; when its lease expires the request is given up."""
 
 
+class ReplicaLoad(NamedTuple):
+    """Of a replica's statistics what policies ask for, under the same names (`replicas.stats.ReplicaStats` says what they mean).
+
+    A tuple of these alone, as `ReplicaSnapshot` is one: a frozen dataclass of all the counters takes ten times as long to make.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_uncomputed_tokens: int = 0
+    num_context_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    prefill_tokens_per_s: float | None = None
+    decode_step_s: float | None = None
+    transfer_tokens_per_s: float | None = None
+
+
 class ReplicaSnapshot(NamedTuple):
     """One candidate as the policy sees it: its last report plus everything booked on it since.
 
@@ -50,7 +67,7 @@ class ReplicaSnapshot(NamedTuple):
     """
 
     replica_id: str
-    stats: ReplicaStats
+    stats: ReplicaLoad
     max_num_seqs: int
     block_size: int
     num_cached_blocks: int = 0
@@ -85,13 +102,21 @@ class ClusterSnapshot:
 
 
 class CandidateScore(NamedTuple):
-    """One candidate's cost and the named terms (seconds) it is the sum of; the lowest cost is chosen."""
+    """One candidate's cost and the named terms (seconds) it is the sum of; the lowest cost is chosen.
+
+    Names and seconds stand apart, because thousands of these are kept to explain decisions, and all share a few tuples of names.
+    """
 
     replica_id: str
     cost: float
-    terms: tuple[tuple[str, float], ...] = ()
+    names: tuple[str, ...] = ()
+    seconds: tuple[float, ...] = ()
     prefill_replica_id: str | None = None
     """Set for a pair: this replica computes the prompt, and `replica_id` goes on."""
+
+    @property
+    def terms(self) -> tuple[tuple[str, float], ...]:
+        return tuple(zip(self.names, self.seconds, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

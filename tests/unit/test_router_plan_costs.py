@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.stats import ReplicaStats
 from router.plan_costs import Plan, PlanCosts
 from router.replica_costs import ReplicaCosts, ScoringWeights
-from router.snapshot import ClusterSnapshot, ReplicaSnapshot, RoutingRequest
+from router.snapshot import ClusterSnapshot, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
-STATS = ReplicaStats(
+STATS = ReplicaLoad(
     num_blocks=1_000, num_free_blocks=1_000, prefill_tokens_per_s=1_000.0, decode_step_s=0.01, transfer_tokens_per_s=4_000.0
 )
 PREFILL = ReplicaSnapshot(replica_id="p", stats=STATS, max_num_seqs=8, block_size=16, role="prefill")
@@ -34,7 +33,7 @@ def terms(name: str, **changed: ReplicaSnapshot) -> dict[str, float]:
 
 
 def busy(replica: ReplicaSnapshot, **stats: float) -> ReplicaSnapshot:
-    return replica._replace(stats=replace(replica.stats, **stats))
+    return replica._replace(stats=replica.stats._replace(**stats))
 
 
 def test_plans_are_the_pair_and_each_replica_alone() -> None:

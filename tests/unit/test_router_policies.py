@@ -5,17 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.stats import ReplicaStats
 from router.config import RouterConfig
 from router.policies import ConsistentHash, LeastLoaded, LongestPrefix, PairedPools, PowerOfTwo, RoundRobin, rendezvous_weight
 from router.policy_choice import make_policy
-from router.snapshot import ClusterSnapshot, ReplicaSnapshot, RoutingRequest
+from router.snapshot import ClusterSnapshot, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
 
 def replica(replica_id: str, *, running: int = 0, booked: int = 0, tokens: int = 0, cached: int = 0, pending: int = 0) -> ReplicaSnapshot:
     return ReplicaSnapshot(
         replica_id=replica_id,
-        stats=ReplicaStats(num_running=running, num_context_tokens=tokens, num_blocks=1_000, num_free_blocks=1_000),
+        stats=ReplicaLoad(num_running=running, num_context_tokens=tokens, num_blocks=1_000, num_free_blocks=1_000),
         max_num_seqs=64,
         block_size=16,
         num_cached_blocks=cached,

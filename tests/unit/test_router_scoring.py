@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.stats import ReplicaStats
 from router.replica_costs import ScoringWeights
 from router.scoring import ScoringPolicy
-from router.snapshot import RECENT_WORK_S, CandidateScore, ClusterSnapshot, ReplicaSnapshot, RoutingRequest
+from router.snapshot import RECENT_WORK_S, CandidateScore, ClusterSnapshot, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
 REPLICA = ReplicaSnapshot(
     replica_id="r0",
-    stats=ReplicaStats(num_blocks=1_000, num_free_blocks=1_000, prefill_tokens_per_s=1_000.0, decode_step_s=0.01),
+    stats=ReplicaLoad(num_blocks=1_000, num_free_blocks=1_000, prefill_tokens_per_s=1_000.0, decode_step_s=0.01),
     max_num_seqs=8,
     block_size=16,
 )
@@ -30,7 +29,7 @@ def terms(replica: ReplicaSnapshot, request: RoutingRequest = REQUEST, **weights
 
 
 def with_stats(**fields: float) -> ReplicaSnapshot:
-    return REPLICA._replace(stats=replace(REPLICA.stats, **fields))
+    return REPLICA._replace(stats=REPLICA.stats._replace(**fields))
 
 
 def test_idle_replica_costs_its_prefill_and_decode() -> None:
