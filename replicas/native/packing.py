@@ -141,4 +141,4 @@ def _order(bits: int) -> list[int]:
 
 
 def _ordered(u_NGK: Tensor, order_S: Tensor) -> Tensor:
-    return u_NGK.unflatten(-1, (-1, len(order_S)))[..., order_S].flatten(-2)
+    return u_NGK.reshape(*u_NGK.shape[:-1], -1, len(order_S))[..., order_S].flatten(-2)
