@@ -18,9 +18,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from cluster.gateway_config import GatewayConfig
-from cluster.pools import Mode, PlacementStrategy, Pool, PoolConfig
+from cluster.pools import Mode, PlacementStrategy, Pool, PoolConfig, merged_pool
 from replicas.default_model import DEFAULT_MODEL_NAME
-from replicas.engine_config import EngineConfig
+from replicas.engine_config import EngineConfig, Role
 from router.config import RouterConfig
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
@@ -76,17 +76,27 @@ class ModelConfig:
     @property
     def pools(self) -> tuple[Pool, ...]:
         """One of role unified, or one of role prefill and one of role decode."""
-        unified = Pool(
-            role="unified",
-            num_replicas=1 if self.num_replicas is None else self.num_replicas,
+        if self.mode == "unified":
+            unified = Pool(
+                role="unified",
+                num_replicas=1 if self.num_replicas is None else self.num_replicas,
+                num_cpus=self.num_cpus,
+                num_gpus=self.num_gpus,
+                placement_strategy=self.placement_strategy,
+                engine=self.engine,
+            )
+            return (unified,)
+        return self._merged_pool("prefill", self.prefill), self._merged_pool("decode", self.decode)
+
+    def _merged_pool(self, role: Role, config: PoolConfig | None) -> Pool:
+        return merged_pool(
+            role,
+            config or PoolConfig(),
             num_cpus=self.num_cpus,
             num_gpus=self.num_gpus,
             placement_strategy=self.placement_strategy,
             engine=self.engine,
         )
-        if self.mode == "unified":
-            return (unified,)
-        return unified.with_role("prefill", self.prefill or PoolConfig()), unified.with_role("decode", self.decode or PoolConfig())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,19 +58,22 @@ class Pool:
         if self.num_cpus < 0 or self.num_gpus < 0:
             raise ValueError(f"num_cpus and num_gpus must be at least 0, got {self.num_cpus} and {self.num_gpus}")
 
-    def with_role(self, role: Role, config: PoolConfig) -> Pool:
-        """This pool with the role, the number and the differences of another. Raises ValueError naming the pool and its key."""
-        try:
-            return Pool(
-                role=role,
-                num_replicas=config.num_replicas,
-                num_cpus=self.num_cpus if config.num_cpus is None else config.num_cpus,
-                num_gpus=self.num_gpus if config.num_gpus is None else config.num_gpus,
-                placement_strategy=config.placement_strategy or self.placement_strategy,
-                engine=_merged("engine", self.engine, {**config.engine, "role": role}),
-            )
-        except ValueError as error:
-            raise ValueError(f"{role}.{error}") from error
+
+def merged_pool(
+    role: Role, config: PoolConfig, *, num_cpus: float, num_gpus: float, placement_strategy: PlacementStrategy, engine: EngineConfig
+) -> Pool:
+    """A model's settings with the differences of one pool. Raises ValueError naming the pool and its key."""
+    try:
+        return Pool(
+            role=role,
+            num_replicas=config.num_replicas,
+            num_cpus=num_cpus if config.num_cpus is None else config.num_cpus,
+            num_gpus=num_gpus if config.num_gpus is None else config.num_gpus,
+            placement_strategy=config.placement_strategy or placement_strategy,
+            engine=_merged("engine", engine, {**config.engine, "role": role}),
+        )
+    except ValueError as error:
+        raise ValueError(f"{role}.{error}") from error
 
 
 def _merged(key: str, value: Any, change: Any) -> Any:

@@ -76,6 +76,12 @@ def test_pools_take_from_the_model_what_they_do_not_set() -> None:
     assert decode.engine == replace(shared, role="decode", max_num_seqs=64)
 
 
+def test_what_both_pools_override_is_not_held_against_the_model() -> None:
+    pool = {"num_cpus": 1, "engine": {"tensor_parallel_size": 2}}
+    model = read_config(_disaggregated(num_cpus=0, engine={"tensor_parallel_size": 2}, prefill=pool, decode=pool)).models[0]
+    assert [each.num_cpus for each in model.pools] == [1.0, 1.0]
+
+
 def test_disaggregated_model_without_sections_has_one_replica_of_each_role() -> None:
     (model,) = read_config(_disaggregated()).models
     assert [(pool.role, pool.num_replicas, pool.engine.role) for pool in model.pools] == [
