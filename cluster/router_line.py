@@ -32,7 +32,10 @@ class RouterLine:
         self._wait_answers = wait_answers
         self._waiting: dict[str, asyncio.Future[Decision | Rejection]] = {}  # request id -> its caller
         self._requests: dict[str, RoutingRequest] = {}  # request id -> what has not been sent
+        self._queued: set[str] = set()  # request ids that wait in the router's queue, by its last answers
         self._notices: list[Notice] = []
+        self._has_settled = asyncio.Event()  # no batch is on its way
+        self._has_settled.set()
         self._life: str | None = None  # of the router that answered last
         self._sender: asyncio.Task[None] | None = None
         self._poller: asyncio.Task[None] | None = None
@@ -43,6 +46,7 @@ class RouterLine:
         request_id = request.request_id
         future: asyncio.Future[Decision | Rejection] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
+        self._queued.discard(request_id)
         self._requests[request_id] = replace(request, caller=self._caller)
         self._send_soon()
         try:
@@ -50,6 +54,7 @@ class RouterLine:
         finally:
             if self._waiting.get(request_id) is future:
                 del self._waiting[request_id]
+                self._queued.discard(request_id)
                 self._requests.pop(request_id, None)
 
     def tell(self, notice: Notice) -> None:
@@ -63,8 +68,7 @@ class RouterLine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._requests.clear()
-        self._lose(self._sent, RouterGone("this gateway is closing"))
+        self._lose(list(self._waiting), RouterGone("this gateway is closing"))
 
     @property
     def _sent(self) -> list[str]:
@@ -78,25 +82,29 @@ class RouterLine:
     async def _send(self) -> None:
         while self._requests or self._notices:
             batch = Batch(caller=self._caller, notices=tuple(self._notices), requests=tuple(self._requests.values()))
-            earlier = self._sent
             self._notices.clear()
             self._requests.clear()
+            self._has_settled.clear()
             try:
                 answers = await self._deliver(batch)
             except Exception as error:  # noqa: BLE001 - whoever waits gets it
                 if batch.notices:
                     logger.warning("the router did not hear of %s: %s", ", ".join(map(str, batch.notices)), error)
                 self._lose(self._sent, error)
-                continue
-            if answers.life != self._life:
-                self._lose(earlier, RouterGone("it has restarted"))
-                self._life = answers.life
-            self._settle(answers)
-            if self._sent and (self._poller is None or self._poller.done()):
-                self._poller = asyncio.create_task(self._poll(), context=Context())
+            else:
+                if answers.life != self._life:
+                    self._lose(list(self._queued), RouterGone("it has restarted"))
+                    self._life = answers.life
+                sent = {request.request_id for request in batch.requests}
+                self._queued |= (sent & self._waiting.keys()) - self._requests.keys()
+                self._settle(answers)
+                if self._queued and (self._poller is None or self._poller.done()):
+                    self._poller = asyncio.create_task(self._poll(), context=Context())
+            self._has_settled.set()
 
     async def _poll(self) -> None:
-        while self._sent:
+        while self._queued:
+            asked = frozenset(self._queued)
             try:
                 answers = await self._wait_answers(self._caller)
             except Exception as error:  # noqa: BLE001 - whoever waits gets it
@@ -104,7 +112,8 @@ class RouterLine:
                 return
             self._settle(answers)
             if not answers.is_known:
-                self._lose(self._sent, RouterGone("it has forgotten the request"))
+                await self._has_settled.wait()  # the batch on its way may bring what this call did not find any more
+                self._lose(asked & self._queued, RouterGone("it has forgotten the request"))
 
     def _settle(self, answers: Answers) -> None:
         for request_id, decision in answers.answers:
@@ -112,11 +121,14 @@ class RouterLine:
                 continue
             if decision is None:
                 self._lose([request_id], RouterGone("it has given the request up"))
-            elif (future := self._waiting.pop(request_id, None)) is not None and not future.done():
+                continue
+            self._queued.discard(request_id)
+            if (future := self._waiting.pop(request_id, None)) is not None and not future.done():
                 future.set_result(decision)
 
     def _lose(self, request_ids: Iterable[str], error: Exception) -> None:
         for request_id in request_ids:
+            self._queued.discard(request_id)
             future = self._waiting.pop(request_id, None)
             if future is not None and not future.done():
                 future.set_exception(error)

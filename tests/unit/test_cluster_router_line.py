@@ -186,6 +186,23 @@ async def test_wait_that_the_router_knows_nothing_of_any_more_ends(line: RouterL
         await queued
 
 
+async def test_wait_that_found_nothing_ends_no_request_that_was_sent_after_it(line: RouterLine, router: Router) -> None:
+    """The router forgets a gateway that it owes nothing; the answer that emptied its box is on the way."""
+    [queued] = asked(line, "queued")
+    await settled()
+    await router.answer(answers())
+    [second] = asked(line, "second")
+    await settled()
+    await router.answer(answers())
+    await router.answer_poll(answers("queued"))  # and the line asks for the second one
+    [third] = asked(line, "third")
+    await settled()
+    await router.answer_poll(answers(is_known=False))
+    assert not second.done()
+    await router.answer(answers("second", "third"))
+    assert [(await call).request_id for call in (queued, second, third)] == ["queued", "second", "third"]
+
+
 async def test_id_that_is_asked_anew_takes_no_answer_to_the_older_request(line: RouterLine, router: Router) -> None:
     [queued] = asked(line, "a")
     await settled()
