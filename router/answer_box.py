@@ -29,7 +29,9 @@ class AnswerBox:
         return tuple(self._owed)
 
     def owe(self, request_id: str, answer: asyncio.Future[Decision | Rejection]) -> None:
-        """`answer` will come into the box; when it is cancelled, the request was given up. It takes the place of an older one."""
+        """`answer` will come into the box; when it is cancelled, the request was given up. It takes the place of an older one,
+        decided or not."""
+        self._decided = [older for older in self._decided if older.request_id != request_id]
         self._owed[request_id] = answer
         answer.add_done_callback(partial(self._put, request_id))
 

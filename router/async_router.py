@@ -124,7 +124,9 @@ class AsyncRouter:
             self._changed.set()
 
     def release_caller(self, caller: str) -> int:
-        """The caller is dead: whatever it waits for or has booked ends. Returns how many requests that were."""
+        """The caller is dead: whatever it waits for or has booked ends, and it is owed nothing. Returns how many requests that
+        were."""
+        self._boxes.pop(caller, None)
         request_ids = self._router.requests_of(caller)
         for request_id in request_ids:
             self._cancel(request_id)

@@ -218,11 +218,28 @@ async def test_batch_gateway_that_stops_waiting_leaves_the_queue(crowded: AsyncR
     assert num_bookings(crowded) == 1
 
 
+async def test_batch_id_that_is_asked_anew_before_its_answer_was_taken_gets_the_newer_one(crowded: AsyncRouter) -> None:
+    for name in "efga":
+        crowded.note(RequestEnded(name, 5))
+    await crowded.decide("h", [request("x", "h")])  # "d" is decided in this step, and nobody takes the answer
+    crowded.remove_replica("r")
+    crowded.apply_report(report("s"))
+    answers = (await crowded.decide("g", [request("d", "g")])).answers
+    assert [answer.decision.replica_id for answer in answers if isinstance(answer.decision, Decision)] == ["s"]
+
+
 async def test_batch_of_a_gateway_whose_lease_ended_is_given_up_and_it_hears_so(crowded: AsyncRouter) -> None:
+    waiting = asyncio.create_task(crowded.wait_answers("g", timeout_s=30))
+    await asyncio.sleep(0)
     assert crowded.release_caller("g") == 7
-    answers = (await crowded.wait_answers("g", timeout_s=30)).answers
-    assert sorted(answers) == [Answer(name, None) for name in "defg"]
+    assert sorted((await waiting).answers) == [Answer(name, None) for name in "defg"]
     assert num_bookings(crowded) == 0
+
+
+async def test_batch_of_a_dead_gateway_leaves_nothing_behind(crowded: AsyncRouter) -> None:
+    crowded.release_caller("g")
+    await asyncio.sleep(0)
+    assert not (await crowded.wait_answers("g", timeout_s=30)).is_known
 
 
 async def test_wait_for_answers_of_a_gateway_that_is_owed_none_says_so(router: AsyncRouter) -> None:
