@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 SCOPE_KEY = "manta.body"
 _SERVE_FETCH = "_receive_asgi_messages"  # of Serve's own `receive` (Ray 2.60): how it asks the proxy
 MAX_BODY_BYTES = 2**18
-"""Of a body that goes ahead. A larger one is fetched, chunk by chunk, by whoever takes it."""
+"""Of a body that goes ahead. A larger one is fetched, chunk by chunk, by whoever takes it, or refused before it was sent."""
 
 
 class BodyAhead:
@@ -24,7 +24,7 @@ class BodyAhead:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or _declares_more(scope):
             await self._app(scope, receive, send)
             return
         read: deque[Message] = deque()
@@ -60,6 +60,11 @@ class BodyTaken:
         if body_sent_ahead(scope) is not None and hasattr(receive, _SERVE_FETCH):
             setattr(receive, _SERVE_FETCH, _fetch_nothing)
         await self._app(scope, receive, send)
+
+
+def _declares_more(scope: Scope) -> bool:
+    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    return declared.isdigit() and int(declared) > MAX_BODY_BYTES
 
 
 async def _fetch_nothing(metadata: object) -> bytes:

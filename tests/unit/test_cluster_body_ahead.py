@@ -57,6 +57,21 @@ def test_body_ahead_large_body_has_to_be_read(messages: list[Message]) -> None:
     assert behind.messages == [*messages, DISCONNECT]
 
 
+def test_body_ahead_body_that_is_declared_large_is_not_waited_for() -> None:
+    declared = (b"content-length", str(MAX_BODY_BYTES + 1).encode())
+    has_begun = False
+
+    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal has_begun
+        has_begun = True
+
+    async def receive() -> Message:
+        raise AssertionError("whoever takes the body reads it")
+
+    asyncio.run(BodyAhead(behind)({"type": "http", "method": "POST", "headers": [declared]}, receive, no_answer))
+    assert has_begun
+
+
 def test_body_ahead_client_that_leaves_amid_its_body_is_seen_as_such() -> None:
     behind = passed([part(b"ab", True), DISCONNECT])
     assert body_sent_ahead(behind.scope) is None
