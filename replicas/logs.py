@@ -35,5 +35,9 @@ class _ToServe(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = copy.copy(record)
-        line.msg, line.args, line.exc_info, line.exc_text = self.format(record), None, None, None
+        try:
+            line.msg, line.args, line.exc_info, line.exc_text = self.format(record), None, None, None
+        except Exception:  # noqa: BLE001 - as in logging's own handlers: a bad line must not fail whoever writes it
+            self.handleError(record)
+            return
         self._serve.callHandlers(line)

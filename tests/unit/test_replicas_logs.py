@@ -45,6 +45,14 @@ def test_start_logging_under_serve_lines_reach_its_logger_once_with_name_and_err
     assert text.getvalue().count("Traceback") == 1
 
 
+def test_start_logging_under_serve_bad_line_does_not_fail_whoever_writes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    text = written(logging.getLogger(SERVE_LOGGER))
+    start_logging("INFO")
+    logging.getLogger("cluster").info("%d requests", "many")
+    assert not text.getvalue()
+    assert "--- Logging error ---" in capsys.readouterr().err
+
+
 def test_start_logging_elsewhere_lines_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     start_logging("WARNING")
     logging.getLogger("kvcache").warning("full")
