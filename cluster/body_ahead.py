@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SCOPE_KEY = "manta.body"
 _SERVE_FETCH = "_receive_asgi_messages"  # of Serve's own `receive` (Ray 2.60): how it asks the proxy
+_NO_DISCONNECTS = b"x-request-disconnect-disabled"  # a header of Serve's: it then cancels nothing when the client goes
 MAX_BODY_BYTES = 2**18
 """Of a body that goes ahead. A larger one is fetched, chunk by chunk, by whoever takes it, or refused before it was sent."""
 
@@ -24,7 +26,7 @@ class BodyAhead:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or _declares_more(scope):
+        if scope["type"] != "http" or scope["method"] != "POST" or _is_to_be_fetched(scope["headers"]):
             await self._app(scope, receive, send)
             return
         read: deque[Message] = deque()
@@ -62,9 +64,11 @@ class BodyTaken:
         await self._app(scope, receive, send)
 
 
-def _declares_more(scope: Scope) -> bool:
-    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
-    return declared.isdigit() and int(declared) > MAX_BODY_BYTES
+def _is_to_be_fetched(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether the body is larger than goes ahead, or Serve is told not to look after the client: then the gateway has to."""
+    named = dict(headers)
+    declared = named.get(b"content-length", b"")
+    return (declared.isdigit() and int(declared) > MAX_BODY_BYTES) or _NO_DISCONNECTS in named
 
 
 async def _fetch_nothing(metadata: object) -> bytes:

@@ -57,8 +57,10 @@ def test_body_ahead_large_body_has_to_be_read(messages: list[Message]) -> None:
     assert behind.messages == [*messages, DISCONNECT]
 
 
-def test_body_ahead_body_that_is_declared_large_is_not_waited_for() -> None:
-    declared = (b"content-length", str(MAX_BODY_BYTES + 1).encode())
+@pytest.mark.parametrize(
+    "header", [(b"content-length", str(MAX_BODY_BYTES + 1).encode()), (b"x-request-disconnect-disabled", b"?1")], ids=["large", "unwatched"]
+)
+def test_body_ahead_body_that_the_gateway_has_to_fetch_is_not_waited_for(header: tuple[bytes, bytes]) -> None:
     has_begun = False
 
     async def behind(scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,7 +70,7 @@ def test_body_ahead_body_that_is_declared_large_is_not_waited_for() -> None:
     async def receive() -> Message:
         raise AssertionError("whoever takes the body reads it")
 
-    asyncio.run(BodyAhead(behind)({"type": "http", "method": "POST", "headers": [declared]}, receive, no_answer))
+    asyncio.run(BodyAhead(behind)({"type": "http", "method": "POST", "headers": [header]}, receive, no_answer))
     assert has_begun
 
 
