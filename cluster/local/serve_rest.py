@@ -15,6 +15,8 @@ from typing import Any
 from cluster.local.preflight import LaunchError
 
 REQUEST_TIMEOUT_S = 30.0
+DEPLOY_TIMEOUT_S = 180.0
+"""The first one starts Serve itself: seconds, or a minute on a machine that is busy."""
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 _FIRST_FAILURE = "failed to start with exception"  # Serve's words, in a deployment's message while it tries again
 _DEATHS = ("ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError", "NodeDiedError", "OutOfMemoryError")
@@ -52,7 +54,7 @@ class ServeRest:
 
     def deploy(self, config: Mapping[str, Any]) -> None:
         """Declares what should run. Raises LaunchError when Serve refuses the file itself."""
-        self._call("PUT", config)
+        self._call("PUT", config, DEPLOY_TIMEOUT_S)
 
     def shutdown(self) -> None:
         """Ends every application and Serve's own actors."""
@@ -96,11 +98,11 @@ class ServeRest:
                 raise LaunchError(f"not running after {timeout_s:.0f} s: {dict(progress.replicas)}; see http://127.0.0.1:8265/#/serve")
             time.sleep(0.5)
 
-    def _call(self, method: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _call(self, method: str, body: Mapping[str, Any] | None = None, timeout_s: float = REQUEST_TIMEOUT_S) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url, data=data, method=method, headers=self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 text = response.read().decode()
         except urllib.error.HTTPError as error:
             reason = error.read().decode(errors="replace").strip()

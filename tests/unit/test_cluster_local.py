@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,20 @@ def test_first_error_of_a_constructor_ends_the_wait(monkeypatch: pytest.MonkeyPa
         with pytest.raises(LaunchError) as error:
             rest.wait_running(5.0, lambda progress: None)
         assert str(error.value).splitlines()[-1].startswith(("kv_cache_bytes must be", "The actor died"))
+
+
+def test_deploy_is_given_the_time_in_which_serve_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_s = {}
+
+    def urlopen(request: urllib.request.Request, timeout: float) -> io.BytesIO:
+        waits_s[request.get_method()] = timeout
+        return io.BytesIO(b"{}")
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    rest = ServeRest("http://127.0.0.1:1", {})
+    rest.deploy({"applications": []})
+    rest.progress()
+    assert waits_s["PUT"] >= 120 > waits_s["GET"]
 
 
 def test_failure_without_an_error_line_shows_everything() -> None:
