@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
 
@@ -13,6 +14,9 @@ from router.batch import Answers, Batch, Notice
 from router.snapshot import Decision, Rejection, RoutingRequest
 
 logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Between two tries to tell what the router did not hear, while no request goes there."""
 
 
 class RouterLine:
@@ -34,6 +38,7 @@ class RouterLine:
         self._requests: dict[str, RoutingRequest] = {}  # request id -> what has not been sent
         self._queued: set[str] = set()  # request ids that wait in the router's queue, by its last answers
         self._notices: list[Notice] = []
+        self._has_request = asyncio.Event()
         self._has_settled = asyncio.Event()  # no batch is on its way
         self._has_settled.set()
         self._life: str | None = None  # of the router that answered last
@@ -48,6 +53,7 @@ class RouterLine:
         self._waiting[request_id] = future
         self._queued.discard(request_id)
         self._requests[request_id] = replace(request, caller=self._caller)
+        self._has_request.set()
         self._send_soon()
         try:
             return await future
@@ -58,7 +64,7 @@ class RouterLine:
                 self._requests.pop(request_id, None)
 
     def tell(self, notice: Notice) -> None:
-        """Does not block. A notice that does not arrive is only logged: bookings expire, and silence tells of a dead replica too."""
+        """Does not block. A notice that did not arrive is told again, before any request that is sent after it."""
         self._notices.append(notice)
         self._send_soon()
 
@@ -88,9 +94,12 @@ class RouterLine:
             try:
                 answers = await self._deliver(batch)
             except Exception as error:  # noqa: BLE001 - whoever waits gets it
-                if batch.notices:
-                    logger.warning("the router did not hear of %s: %s", ", ".join(map(str, batch.notices)), error)
+                self._notices[:0] = batch.notices
                 self._lose(self._sent, error)
+                if batch.notices:
+                    logger.warning("the router did not hear of %s, and is told again: %s", ", ".join(map(str, batch.notices)), error)
+                    self._has_settled.set()
+                    await self._pause()
             else:
                 if answers.life != self._life:
                     self._lose(list(self._queued), RouterGone("it has restarted"))
@@ -101,6 +110,14 @@ class RouterLine:
                 if self._queued and (self._poller is None or self._poller.done()):
                     self._poller = asyncio.create_task(self._poll(), context=Context())
             self._has_settled.set()
+
+    async def _pause(self) -> None:
+        """A request ends it: it goes at once."""
+        if not self._requests:
+            self._has_request.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S):
+                    await self._has_request.wait()
 
     async def _poll(self) -> None:
         while self._queued:

@@ -135,6 +135,28 @@ async def test_cancelled_request_of_a_batch_is_forgotten_and_its_release_follows
     assert router.batches[1].notices == (RequestEnded("left", 0),)
 
 
+async def test_notice_that_did_not_arrive_is_told_again(line: RouterLine, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.router_line.RETRY_S", 0.0)
+    line.tell(RequestEnded("a", 3))
+    await settled()
+    line.tell(RequestEnded("b", 4))
+    await router.answer(RouterGone("no answer"))
+    await router.answer(answers())
+    assert [batch.notices for batch in router.batches] == [(RequestEnded("a", 3),), (RequestEnded("a", 3), RequestEnded("b", 4))]
+
+
+async def test_request_takes_along_what_did_not_arrive_and_comes_after_it(line: RouterLine, router: Router) -> None:
+    line.tell(RequestEnded("a", 3))
+    await settled()
+    await router.answer(RouterGone("no answer"))
+    assert len(router.batches) == 1, "it is told again in a second"
+    [call] = asked(line, "a")
+    await settled()
+    assert (router.batches[1].notices, sent(router.batches[1])) == ((RequestEnded("a", 3),), ["a"])
+    await router.answer(answers("a"))
+    assert (await call).request_id == "a"
+
+
 async def test_request_that_is_cancelled_before_it_was_sent_is_never_sent(line: RouterLine, router: Router) -> None:
     asked(line, "a")
     await settled()
