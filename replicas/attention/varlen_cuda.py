@@ -52,7 +52,7 @@ class VarlenCudaAttention:
         )
         try:
             self.attend(call, q_HTD, k_KTD, v_KTD, kv, StepTensors.from_arrays(arrays).to(device))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, AssertionError) as error:  # torch checks in all these ways
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RuntimeError(f"torch's kernel refuses blocks of {block_size} tokens: {said}; multiples of 256 work on any GPU") from error
 

@@ -72,9 +72,10 @@ def test_try_out_is_silent_for_blocks_that_the_kernel_takes() -> None:
     VarlenCudaAttention(varlen_twin).try_out(CALL, torch.float32, torch.device("cpu"), 16)
 
 
-def test_try_out_names_the_blocks_that_the_kernel_refuses_in_one_line() -> None:
+@pytest.mark.parametrize("refusal", [RuntimeError, ValueError, AssertionError])
+def test_try_out_names_the_blocks_that_the_kernel_refuses_in_one_line(refusal: type[Exception]) -> None:
     def refusing(*arguments: object, **more: object) -> None:
-        raise RuntimeError("Paged KV cache block size must be divisible by 256\nException raised from mha_varlen_fwd")
+        raise refusal("Paged KV cache block size must be divisible by 256\nException raised from mha_varlen_fwd")
 
     with pytest.raises(RuntimeError, match=r"blocks of 16 tokens: Paged KV .* by 256; multiples of 256 work on any GPU$"):
         VarlenCudaAttention(refusing).try_out(CALL, torch.float32, torch.device("cpu"), 16)

@@ -370,14 +370,10 @@ def test_inverse_cdf_extreme_draw_returns_a_token_that_is_not_dropped(draw):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    vocab=st.sampled_from([2, 63, 64, 65, 3000]),
-    scale=st.sampled_from([0.0, 0.05, 1.0, 4.0, 30.0]),
-    temperature=st.sampled_from([1e-6, 0.3, 1.0, 5.0]),
-    top_k=st.sampled_from([0, 1, 2, 40, 64, 2999]),
-    top_p=st.sampled_from([0.001, 0.5, 0.95, 0.9999, 1.0]),
-    min_p=st.sampled_from([0.0, 0.02, 1.0]),
-    num_banned=st.sampled_from([0, 1]),
-)
+    vocab=st.sampled_from([2, 63, 64, 65, 3000]), scale=st.sampled_from([0.0, 0.05, 1.0, 4.0, 30.0]),
+    temperature=st.sampled_from([1e-6, 0.3, 1.0, 5.0]), top_k=st.sampled_from([0, 1, 2, 40, 64, 2999]),
+    top_p=st.sampled_from([0.001, 0.5, 0.95, 0.9999, 1.0]), min_p=st.sampled_from([0.0, 0.02, 1.0]), num_banned=st.sampled_from([0, 1]),
+)  # fmt: skip
 def test_compiled_draw_equals_the_reference(compiled, vocab, scale, temperature, top_k, top_p, min_p, num_banned):
     """Where the reference's CDF passes the uniform number, within what float32 weights leave open."""
     logits = random_logits(1, vocab, seed=vocab, scale=scale)
