@@ -13,7 +13,7 @@ def bare_loggers() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in (*PACKAGES, SERVE_LOGGER)]
     before = [(logger, logger.handlers, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
-        logger.handlers = []
+        logger.handlers, logger.propagate = [], True  # pytest adds a handler of its own to loggers that do not propagate
     yield
     for logger, handlers, level, propagate in before:
         logger.handlers, logger.propagate = handlers, propagate
