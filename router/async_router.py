@@ -55,26 +55,10 @@ class AsyncRouter:
             reason = "it was closed" if self._pump.cancelled() else repr(self._pump.exception())
             raise RuntimeError(f"the router stopped deciding: {reason}")
 
-    async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
-        """Waits for the decision. Cancelling takes the request out of the queue, or ends its booking.
-
-        An id that waits already was given up by its caller, who asks anew: the older call is cancelled.
-        """
-        future = self._submit(request)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if self._waiting.get(request.request_id) is future:  # else it was released, and the id may wait again already
-                self._router.cancel(request.request_id, self._clock())
-                self._changed.set()
-            raise
-        finally:
-            if self._waiting.get(request.request_id) is future:
-                del self._waiting[request.request_id]
-
     async def decide(self, caller: str, requests: Sequence[RoutingRequest]) -> Answers:
         """Queues requests of one gateway, and answers once the router has looked at them: with all that the gateway is owed by
-        now. Whatever of them has to wait is asked for by `wait_answers`. A waiting request ends by its release."""
+        now. Whatever of them has to wait is asked for by `wait_answers`. A waiting request ends by its release; one that is asked
+        anew takes the place of the older."""
         box = self._boxes.setdefault(caller, AnswerBox())
         for request in requests:
             future = self._submit(request)

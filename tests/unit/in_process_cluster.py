@@ -25,10 +25,12 @@ from replicas.reporter import ReplicaIdentity, Reporter
 from replicas.request import GenerationRequest, RequestProgress
 from replicas.text.tokenizer import Tokenizer
 from router.async_router import AsyncRouter
+from router.batch import PrefillEnded, ReplicaLost, RequestEnded
 from router.config import RouterConfig
 from router.policy_choice import make_policy
 from router.router import Router
 from router.snapshot import Decision, Rejection, RoutingRequest
+from tests.unit.direct_line import line_to
 from tests.unit.fake_engine import BLOCK_SIZE, EchoEngine
 
 MODEL = "echo"
@@ -53,19 +55,20 @@ class InProcessBackend:
 
     def __init__(self, router: AsyncRouter, replicas: dict[str, Replica]) -> None:
         self._router = router
+        self._line = line_to(router)
         self.replicas = replicas  # replica id -> replica
 
     def start(self) -> None:
         return None
 
     async def close(self) -> None:
-        return None
+        await self._line.close()
 
     async def describe(self, model: str) -> ModelDescription:
         return next(iter(self.replicas.values())).engine.description
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
-        return await self._router.acquire(request)
+        return await self._line.acquire(request)
 
     async def generate(
         self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
@@ -83,13 +86,13 @@ class InProcessBackend:
         await asyncio.Event().wait()
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
-        self._router.release(request_id, num_output_tokens)
+        self._line.tell(RequestEnded(request_id, num_output_tokens))
 
     def release_prefill(self, request_id: str) -> None:
-        self._router.release_prefill(request_id)
+        self._line.tell(PrefillEnded(request_id))
 
     def report_gone(self, replica_id: str) -> None:
-        self._router.remove_replica(replica_id)
+        self._line.tell(ReplicaLost(replica_id))
 
     async def describe_router(self) -> dict[str, Any]:
         return self._router.describe()
@@ -174,6 +177,7 @@ async def running_cluster(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await models.close()
+            await backend.close()
             await router.close()
 
 

@@ -25,10 +25,12 @@ from replicas.request import GenerationRequest, RequestProgress
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer
 from router.async_router import AsyncRouter
+from router.batch import PrefillEnded, ReplicaLost, RequestEnded
 from router.config import RouterConfig
 from router.policy_choice import make_policy
 from router.router import Router
 from router.snapshot import Decision, Rejection, RoutingRequest
+from tests.unit.direct_line import line_to
 from tests.unit.fake_backend import FakeBackend
 
 MODEL = "m"
@@ -81,22 +83,26 @@ class RoutedBackend(EngineBackend):
     def __init__(self, replicas: dict[str, AsyncEngine], router: AsyncRouter) -> None:
         super().__init__(replicas)
         self.router = router
+        self._line = line_to(router)
+
+    async def close(self) -> None:
+        await self._line.close()
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
         self.routed.append(request)
-        return await self.router.acquire(request)
+        return await self._line.acquire(request)
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
         super().release(request_id, num_output_tokens)
-        self.router.release(request_id, num_output_tokens)
+        self._line.tell(RequestEnded(request_id, num_output_tokens))
 
     def release_prefill(self, request_id: str) -> None:
         super().release_prefill(request_id)
-        self.router.release_prefill(request_id)
+        self._line.tell(PrefillEnded(request_id))
 
     def report_gone(self, replica_id: str) -> None:
         super().report_gone(replica_id)
-        self.router.remove_replica(replica_id)
+        self._line.tell(ReplicaLost(replica_id))
 
 
 def _parts(progress: RequestProgress) -> list[RequestProgress]:
@@ -177,9 +183,11 @@ class Fleet:
             reporter = Reporter(identity, replica, push, interval_s=0.01)
             await reporter.report_once()
             reporters.append(asyncio.create_task(reporter.run()))
+        backend = RoutedBackend(self.replicas, router)
         try:
-            yield RoutedBackend(self.replicas, router)
+            yield backend
         finally:
+            await backend.close()
             for task in reporters:
                 task.cancel()
             await asyncio.gather(*reporters, return_exceptions=True)

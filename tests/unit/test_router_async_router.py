@@ -40,9 +40,18 @@ def num_bookings(router: AsyncRouter) -> int:
     return int(view["num_bookings"])
 
 
-async def test_acquire_with_a_replica_answers_and_books(router: AsyncRouter) -> None:
+async def acquire(router: AsyncRouter, name: str, caller: str = "g") -> Decision | Rejection | None:
+    """The answer to the only request of a gateway."""
+    answers = (await router.decide(caller, [request(name, caller)])).answers
+    while not answers:
+        answers = (await router.wait_answers(caller, timeout_s=30)).answers
+    ((_, decision),) = answers
+    return decision
+
+
+async def test_request_with_a_replica_is_answered_and_booked(router: AsyncRouter) -> None:
     router.apply_report(report())
-    answer = await router.acquire(request("a"))
+    answer = await acquire(router, "a")
     assert isinstance(answer, Decision)
     assert answer.replica_id == "r"
     assert num_bookings(router) == 1
@@ -50,76 +59,39 @@ async def test_acquire_with_a_replica_answers_and_books(router: AsyncRouter) -> 
     assert num_bookings(router) == 0
 
 
-async def test_acquire_before_the_first_report_waits_for_it(router: AsyncRouter) -> None:
-    waiting = asyncio.create_task(router.acquire(request("a")))
+async def test_request_before_the_first_report_waits_for_it(router: AsyncRouter) -> None:
+    waiting = asyncio.create_task(acquire(router, "a"))
     await asyncio.sleep(0)
     router.apply_report(report())
     assert isinstance(await waiting, Decision)
 
 
-async def test_acquire_without_any_replica_is_rejected_as_unavailable(router: AsyncRouter) -> None:
-    answer = await router.acquire(request("a"))
+async def test_request_without_any_replica_is_rejected_as_unavailable(router: AsyncRouter) -> None:
+    answer = await acquire(router, "a")
     assert isinstance(answer, Rejection)
     assert answer.is_unavailable
 
 
-async def test_cancelled_caller_leaves_queue_and_bookings(router: AsyncRouter) -> None:
+async def test_requests_that_are_released_leave_queue_and_bookings(router: AsyncRouter) -> None:
     router.apply_report(report())
-    calls = [asyncio.create_task(router.acquire(request(str(index)))) for index in range(20)]
-    await asyncio.sleep(0.01)
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
-    for index in range(20):  # what a gateway does for every request, answered or not
+    await router.decide("g", [request(str(index), "g") for index in range(20)])
+    for index in range(20):
         router.release(str(index), 0)
     await asyncio.sleep(0)
     assert num_bookings(router) == 0
-    assert isinstance(await router.acquire(request("next")), Decision)
+    assert isinstance(await acquire(router, "next", "h"), Decision)
 
 
-async def test_release_of_a_waiting_request_takes_it_out(router: AsyncRouter) -> None:
-    call = asyncio.create_task(router.acquire(request("a")))
+@pytest.mark.parametrize("is_released", [True, False])
+async def test_id_that_is_asked_for_again_while_it_waits_is_answered_and_booked_once(router: AsyncRouter, is_released: bool) -> None:
+    await router.decide("g", [request("a", "g")])
+    if is_released:
+        router.release("a", 0)
+    again = asyncio.create_task(acquire(router, "a"))
     await asyncio.sleep(0)
-    router.release("a", 0)
-    with pytest.raises(asyncio.CancelledError):
-        await call
-
-
-async def test_id_that_is_released_and_asked_for_again_at_once_is_answered(router: AsyncRouter) -> None:
-    first = asyncio.create_task(router.acquire(request("a")))
-    await asyncio.sleep(0)
-    second = asyncio.create_task(router.acquire(request("a")))  # runs after the release, before the first caller wakes up
-    router.release("a", 0)
-    await asyncio.gather(first, return_exceptions=True)
     router.apply_report(report())
-    async with asyncio.timeout(30):
-        assert isinstance(await second, Decision)
-    assert first.cancelled()
-    assert num_bookings(router) == 1
-
-
-async def test_id_that_waits_already_is_taken_over_by_the_newer_call(router: AsyncRouter) -> None:
-    older = asyncio.create_task(router.acquire(request("a")))
-    await asyncio.sleep(0)
-    newer = asyncio.create_task(router.acquire(request("a")))
-    await asyncio.gather(older, return_exceptions=True)
-    assert older.cancelled()
-    router.apply_report(report())
-    async with asyncio.timeout(30):
-        assert isinstance(await newer, Decision)
-    assert num_bookings(router) == 1
-
-
-async def test_dead_caller_loses_what_it_waits_for_and_what_it_booked(router: AsyncRouter) -> None:
-    router.apply_report(report())
-    await router.acquire(request("booked", "g"))
-    waiting = asyncio.create_task(router.acquire(request("waiting", "g")))
-    other = asyncio.create_task(router.acquire(request("other", "h")))
-    await asyncio.sleep(0)
-    assert router.release_caller("g") == 2
-    async with asyncio.timeout(30):
-        assert isinstance(await other, Decision)
-    assert waiting.cancelled() or waiting.cancelling() or waiting.done()
+    assert isinstance(await again, Decision)
+    assert not (await router.wait_answers("g", timeout_s=30)).is_known, "there is no second answer"
     assert num_bookings(router) == 1
 
 
@@ -133,7 +105,7 @@ async def test_health_tells_when_the_pump_has_died(router: AsyncRouter) -> None:
 async def test_release_prefill_ends_one_side_of_a_pair_and_spares_a_resend_that_waits(router: AsyncRouter) -> None:
     router.apply_report(report("p", "prefill"))
     router.apply_report(report("d", "decode"))
-    answer = await router.acquire(request("a"))
+    answer = await acquire(router, "a")
     assert isinstance(answer, Decision)
     assert (answer.prefill_replica_id, answer.replica_id) == ("p", "d")
     router.release_prefill("a")
@@ -141,7 +113,7 @@ async def test_release_prefill_ends_one_side_of_a_pair_and_spares_a_resend_that_
     assert (num_bookings(router), router.statistics()["m"].num_prefill_bookings) == (1, 0)
     router.remove_replica("p")
     router.remove_replica("d")
-    again = asyncio.create_task(router.acquire(request("a")))
+    again = asyncio.create_task(acquire(router, "a"))
     await asyncio.sleep(0)
     router.release_prefill("a")  # of the older attempt
     router.apply_report(report("r"))
@@ -234,6 +206,14 @@ async def test_batch_of_a_gateway_whose_lease_ended_is_given_up_and_it_hears_so(
     assert crowded.release_caller("g") == 7
     assert sorted((await waiting).answers) == [Answer(name, None) for name in "defg"]
     assert num_bookings(crowded) == 0
+
+
+async def test_gateway_that_dies_makes_room_for_others(crowded: AsyncRouter) -> None:
+    other = asyncio.create_task(acquire(crowded, "x", "h"))
+    await asyncio.sleep(0)
+    assert crowded.release_caller("g") == 7
+    assert isinstance(await other, Decision)
+    assert num_bookings(crowded) == 1
 
 
 async def test_batch_of_a_dead_gateway_leaves_nothing_behind(crowded: AsyncRouter) -> None:
