@@ -8,7 +8,7 @@ import torch
 
 from replicas.deployment import object_store_transport
 
-MESSAGE_BYTES = 1 << 20
+MESSAGE_BYTES = 1 << 18
 
 
 class ObjectStoreSource:

@@ -16,7 +16,9 @@ from kvcache.transfer.object_store import ObjectStoreLink
 from replicas.deployment import object_store_transport
 from tests.object_store_source import MESSAGE_BYTES, ObjectStoreSource
 
-NUM_TRANSFERS = 100
+NUM_TRANSFERS = 300
+FREED_TOGETHER = 100
+"""Ray gives the memory of so many freed objects back at once, or of fewer after a second: how many depends on the machine's speed."""
 DEADLINE_S = 2.0
 PATIENCE_S = 20.0
 ERROR_BYTES = 100
@@ -50,16 +52,16 @@ def _wait_store_bytes(at_most: int) -> None:
         time.sleep(0.1)
 
 
-def test_hundred_messages_arrive_and_leave_the_store_as_it_was(source: Any) -> None:
+def test_hundreds_of_messages_arrive_and_leave_the_store_as_it_was(source: Any) -> None:
     link = _link(source)
     before = _store_bytes()
     most = 0
     for number in range(NUM_TRANSFERS):
-        ticket = ray.get(source.announce.remote(number))
+        ticket = ray.get(source.announce.remote(number % 256))
         data = link.receive(ticket, MESSAGE_BYTES)
-        assert data.unique().tolist() == [number]
+        assert data.unique().tolist() == [number % 256]
         most = max(most, _store_bytes() - before) if number % 20 == 0 else most
-    assert MESSAGE_BYTES <= most < NUM_TRANSFERS * MESSAGE_BYTES // 2, "a message goes when the next is asked for"
+    assert MESSAGE_BYTES <= most < (FREED_TOGETHER + 10) * MESSAGE_BYTES, "a message goes when the next is asked for"
     ray.get(source.settle.remote())
     _wait_store_bytes(before)
 
