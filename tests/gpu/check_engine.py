@@ -53,17 +53,11 @@ class Checks:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.check_engine", description=__doc__)
-    parser.add_argument("--model", type=Path, help="folder of a model to check beside the tiny random one")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script itself")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="     %(message)s", stream=sys.stdout)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.stdout.write(f"nothing to check: torch {torch.__version__} sees no CUDA device\n")
+    options = script_parser("check_engine", __doc__, "folder of a model to check beside the tiny random one").parse_args(arguments)
+    if not can_check(options.device):
         return 0
     where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     sys.stdout.write(f"torch {torch.__version__} on {where}\n")
-    disable_progress_bar()
     checks = Checks()
     with tempfile.TemporaryDirectory() as folder:
         models = [tiny_model(Path(folder)), *([options.model] if options.model else [])]
@@ -71,6 +65,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check_model(checks, model, options.device)
     sys.stdout.write(f"{checks.num_failed} checks failed\n" if checks.num_failed else "all checks passed\n")
     return 1 if checks.num_failed else 0
+
+
+def script_parser(name: str, description: str | None, model_help: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m tests.gpu.{name}", description=description)
+    parser.add_argument("--model", type=Path, help=model_help)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script itself")
+    return parser
+
+
+def can_check(device: str) -> bool:
+    """Whether there is such a device; if so, logging is set up for a script that prints one line a check."""
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.stdout.write(f"nothing to check: torch {torch.__version__} sees no CUDA device\n")
+        return False
+    logging.basicConfig(level=logging.WARNING, format="     %(message)s", stream=sys.stdout)
+    disable_progress_bar()
+    return True
 
 
 def tiny_model(folder: Path) -> Path:

@@ -8,8 +8,6 @@ copies. `--device cpu` tries the script itself, with a recording that only runs 
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
 import tempfile
 import time
@@ -21,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from kvcache.tensors import bytes_per_token
 from replicas import rank_model
@@ -33,7 +30,7 @@ from replicas.step_tensors import StepTensors
 from tests.bench.manta_engine import StepRow, sweep
 from tests.eager_capture import EagerCapture
 from tests.engine_harness import requests_for, run
-from tests.gpu.check_engine import BFLOAT16_GAP, GREEDY, KV_BYTES, Checks, make_prompts, tiny_model
+from tests.gpu.check_engine import BFLOAT16_GAP, GREEDY, KV_BYTES, Checks, can_check, make_prompts, script_parser, tiny_model
 
 STEP_SIZES = [1, 8, 32, 64]
 BLOCK_SIZE = 256
@@ -44,17 +41,12 @@ NUM_COPIES = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.check_graphs", description=__doc__)
-    parser.add_argument("--model", type=Path, help="folder of a model; a tiny random one otherwise")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script itself")
+    parser = script_parser("check_graphs", __doc__, "folder of a model; a tiny random one otherwise")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="     %(message)s", stream=sys.stdout)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.stdout.write(f"nothing to check: torch {torch.__version__} sees no CUDA device\n")
+    if not can_check(options.device):
         return 0
     if options.device == "cpu":
         rank_model.choose_capture = lambda config, *rest: EagerCapture() if config.cuda_graphs else None  # type: ignore[assignment]
-    disable_progress_bar()
     checks = Checks()
     with tempfile.TemporaryDirectory() as folder:
         case = _Case(options.model or tiny_model(Path(folder)), options.device)

@@ -7,8 +7,6 @@ tries the script itself. Exit status 1 when a check failed, 0 when there is no G
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers.utils.logging import disable_progress_bar
 
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig, ParallelConfig
@@ -26,22 +23,17 @@ from replicas.parallel.collectives import ProcessGroup
 from replicas.sampling_params import SamplingParams
 from tests.bench.manta_engine import sweep
 from tests.engine_harness import requests_for, run
-from tests.gpu.check_engine import GREEDY, KV_BYTES, Checks, make_prompts, tiny_model
+from tests.gpu.check_engine import GREEDY, KV_BYTES, Checks, can_check, make_prompts, script_parser, tiny_model
 
 STEP_SIZES = [1, 8, 32]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.check_parallel", description=__doc__)
-    parser.add_argument("--model", type=Path, help="folder of a model; a tiny random one otherwise")
+    parser = script_parser("check_parallel", __doc__, "folder of a model; a tiny random one otherwise")
     parser.add_argument("--size", type=int, default=2, help="ranks")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script itself")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="     %(message)s", stream=sys.stdout)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.stdout.write(f"nothing to check: torch {torch.__version__} sees no CUDA device\n")
+    if not can_check(options.device):
         return 0
-    disable_progress_bar()
     num_devices = torch.cuda.device_count() if options.device == "cuda" else 0
     backend = "nccl" if num_devices >= options.size else "gloo"
     sys.stdout.write(f"torch {torch.__version__}, {num_devices} CUDA devices, {options.size} ranks over {backend}\n")
