@@ -74,8 +74,9 @@ class EngineConfig:
     quantized_cache_bytes: int = 32 << 30
     """Most bytes of quantized weights kept on disk, of all models together; what was used longest ago goes first. 0 keeps none."""
     round_activations: bool = True
-    """On CPUs that multiply bfloat16 (avx512_bf16) the native runner rounds what its bfloat16 or quantized weights and bfloat16 KV
-    multiply to bfloat16 too. False keeps it float32, which takes longer; so does `dtype: float32`."""
+    """The native runner rounds what bfloat16 weights and KV multiply to bfloat16 too on CPUs that multiply it (avx512_bf16), and
+    what quantized weights multiply to 16-bit integers on CPUs that multiply bytes (avx512_vnni). False keeps it float32, which takes
+    longer; so does `dtype: float32`."""
     attention_backend: str = "auto"
     """auto, or the name of one backend in replicas/attention; for the transformers runner."""
     cuda_graphs: bool = False

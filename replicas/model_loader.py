@@ -41,7 +41,7 @@ class ModelChoice:
 
     @property
     def rounds_activations(self) -> bool:
-        """Whether the steps compute with activations rounded to bfloat16."""
+        """Whether the steps may compute with rounded activations."""
         return self.native_library is not None and self.dtype is torch.bfloat16 and variant_of(self.native_library).rounds_activations
 
 

@@ -7,7 +7,7 @@
 
 #include "vector.h"
 
-#if defined(MANTA_EMULATE_BF16)
+#if defined(MANTA_EMULATE)
 
 #define MANTA_BF16_DOT
 
@@ -30,10 +30,6 @@ __attribute__((noinline)) inline void add_dot(Vector& sum, const Words& a, const
     for (int i = 0; i < WIDTH; ++i) sum[i] = fused(a0[i], w0[i], fused(a1[i], w1[i], sum[i]));
 }
 
-inline Words lowest_nibbles(const Words& words) {
-    return as_words(to_floats(words & 15u)) >> 16 | as_words(to_floats(words >> 16 & 15u));
-}
-
 }  // namespace manta
 
 #elif defined(__AVX512BF16__)
@@ -49,19 +45,6 @@ inline void add_dot(Vector& sum, const Words& a, const Words& w) {
     std::memcpy(&pairs, &a, sizeof pairs);
     std::memcpy(&others, &w, sizeof others);
     sum = _mm512_dpbf16_ps(sum, others, pairs);
-}
-
-// The lowest four bits of each half as a bfloat16, looked up: the instruction takes five bits.
-inline Words lowest_nibbles(const Words& words) {
-    constexpr uint16_t FLOATS[16] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                     0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-    const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(FLOATS)));
-    __m512i places;
-    std::memcpy(&places, &words, sizeof places);
-    places = _mm512_permutexvar_epi16(places, table);
-    Words found;
-    std::memcpy(&found, &places, sizeof found);
-    return found;
 }
 
 }  // namespace manta

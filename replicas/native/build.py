@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from replicas.native.isa import BEST_FIRST, EMULATED_BF16, InstructionSet, cpu_flags, runnable
+from replicas.native.isa import BEST_FIRST, EMULATED, InstructionSet, cpu_flags, runnable
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def variant_of(library: ctypes.CDLL) -> InstructionSet:
     """Which variant of the kernels was loaded."""
     library.manta_variant.restype = ctypes.c_char_p
     name = library.manta_variant().decode()
-    return next(isa for isa in (*BEST_FIRST, EMULATED_BF16) if isa.name == name)
+    return next(isa for isa in (*BEST_FIRST, EMULATED) if isa.name == name)
 
 
 def _load(compiler: str, isa: InstructionSet, cache_dir: Path) -> ctypes.CDLL:

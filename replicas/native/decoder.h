@@ -14,7 +14,7 @@ extern "C" {
 enum MantaElement : int32_t { MANTA_FLOAT32, MANTA_BFLOAT16, MANTA_INT8, MANTA_INT4 };
 
 struct MantaLinear {
-    const uint32_t* panels;  // packed as matmul.h says
+    const uint32_t* panels;  // packed as packed_weight.h says
     const float* units;      // of quantized weights, else null
     const float* bias;       // or null
     int64_t num_outputs, num_k;

@@ -151,7 +151,7 @@ class NativeDecoder:
         self._max_wide = max(padded(x.num_outputs) for layer in layers for x in (layer.qkv, layer.gate_up))
         self._max_narrow = max(x.num_k for layer in layers for x in (layer.out, layer.down))
         most_k = padded(max(self._max_narrow, config.hidden_size), GROUP)
-        self._max_prepared = most_k + padded(most_k // GROUP)  # see PackedWeight::prepared_floats in matmul.h
+        self._max_prepared = most_k + padded(most_k // GROUP) + padded(1)  # see PackedWeight::prepared_floats in packed_weight.h
         self._decoder = _Decoder(
             embedding=embedding.data_ptr(),
             final_norm=self._floats(model.model.norm.weight),

@@ -15,19 +15,22 @@ class InstructionSet:
     compiler_flags: tuple[str, ...]
     cpu_flags: frozenset[str]
     rounds_activations: bool = False
-    """Whether bfloat16 and quantized weights multiply activations that are rounded to bfloat16."""
+    """Whether quantized weights multiply activations of 16 bits and, on CPUs that have it, bfloat16 weights those in bfloat16."""
 
 
 PLAIN = InstructionSet("plain", (), frozenset())
 """The architecture's baseline: SSE2 on x86-64, NEON on 64-bit ARM."""
 AVX2 = InstructionSet("avx2", ("-march=x86-64-v3",), frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}))
 AVX512 = InstructionSet("avx512", ("-march=x86-64-v4",), AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
-AVX512_BF16 = InstructionSet(
-    "avx512_bf16", (*AVX512.compiler_flags, "-mavx512bf16"), AVX512.cpu_flags | {"avx512_bf16"}, rounds_activations=True
+AVX512_VNNI = InstructionSet(
+    "avx512_vnni", (*AVX512.compiler_flags, "-mavx512vnni"), AVX512.cpu_flags | {"avx512_vnni"}, rounds_activations=True
 )
-EMULATED_BF16 = InstructionSet("emulated_bf16", ("-O1", "-DMANTA_EMULATE_BF16"), frozenset(), rounds_activations=True)
+AVX512_BF16 = InstructionSet(
+    "avx512_bf16", (*AVX512_VNNI.compiler_flags, "-mavx512bf16"), AVX512_VNNI.cpu_flags | {"avx512_bf16"}, rounds_activations=True
+)
+EMULATED = InstructionSet("emulated", ("-O1", "-DMANTA_EMULATE"), frozenset(), rounds_activations=True)
 """The arithmetic of AVX512_BF16 written out, for tests on a CPU that lacks it; far too slow to serve."""
-BEST_FIRST = (AVX512_BF16, AVX512, AVX2, PLAIN)
+BEST_FIRST = (AVX512_BF16, AVX512_VNNI, AVX512, AVX2, PLAIN)
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

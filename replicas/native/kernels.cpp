@@ -72,6 +72,21 @@ void manta_add_dots(float* sums, const uint32_t* a, const uint32_t* b, int64_t n
 }
 #endif
 
+#ifdef MANTA_INTEGER_DOT
+// sums [num, WIDTH] += the dots of four unsigned bytes with four signed ones, for tests of that arithmetic alone.
+void manta_add_byte_dots(int32_t* sums, const uint32_t* unsigned_bytes, const uint32_t* signed_bytes, int64_t num) {
+    for (int64_t i = 0; i < num * manta::WIDTH; i += manta::WIDTH) {
+        manta::Integers sum;
+        manta::Words u, s;
+        std::memcpy(&sum, sums + i, sizeof sum);
+        std::memcpy(&u, unsigned_bytes + i, sizeof u);
+        std::memcpy(&s, signed_bytes + i, sizeof s);
+        manta::add_dot(sum, u, s);
+        std::memcpy(sums + i, &sum, sizeof sum);
+    }
+}
+#endif
+
 // token_ids [num_rows]: what each of `rows` of the logits draws.
 void manta_draw(const float* logits, int64_t row_stride, int64_t vocab_size, const int64_t* rows, int64_t num_rows,
                 const MantaDrawSettings* settings, int64_t* token_ids, int32_t num_threads) {

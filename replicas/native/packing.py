@@ -1,7 +1,7 @@
 """Weights as the kernels read them, and back. Letters: N outputs, K inputs, W words, G groups of inputs.
 
-The layout is that of matmul.h: panels of 16 outputs, in each of them words of 32 bits with neighbouring inputs of one output; quantized
-ones have the even inputs in the lower half.
+The layout is that of packed_weight.h: panels of 16 outputs, in each of them words of 32 bits with neighbouring inputs of one output;
+of eight int4 the first four are the lower halves of the bytes.
 Quantization is asymmetric in groups of 32 inputs, by rounding to nearest: no calibration data. `unpack` is the plain reference that
 tests compare with.
 """
@@ -19,7 +19,7 @@ PANEL = 16
 """Outputs that the kernels compute together; packed weights and result rows are padded to a multiple of it."""
 GROUP = 32
 """Inputs that share a scale; the size that GGUF files use, so weights that came from one lose next to nothing."""
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 """Raised when packed weights change, so that what was cached before is packed again."""
 _CHUNK_ELEMENTS = 1 << 24
 """Weights quantized at a time: a bound on the memory for it."""
@@ -89,10 +89,9 @@ def unpack(packed: PackedLinear) -> Tensor:
         words_PGW = packed.panels_PW.view(num_panels, num_k // GROUP, -1)
         bytes_ = words_PGW[:, :, :num_words].contiguous().view(torch.uint8).view(num_panels, num_k // GROUP, -1, PANEL, 4)
         bytes_ = bytes_.permute(0, 3, 1, 2, 4).reshape(num_panels * PANEL, num_k // GROUP, -1)
-        u_NGK = bytes_ if packed.element is Element.INT8 else torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(2)
-        u_NGK = _ordered(u_NGK, torch.tensor(_order(packed.element.bits)).argsort())
-        terms = words_PGW[:, :, num_words:].contiguous().view(torch.int16).view(num_panels, -1, 2, PANEL).float()
-        scale_NG1, least_NG1 = (terms[:, :, i].transpose(1, 2).reshape(num_panels * PANEL, -1, 1) for i in (0, 1))
+        u_NGK = bytes_ if packed.element is Element.INT8 else _with_halves_apart(bytes_)
+        terms = words_PGW[:, :, num_words:].contiguous().view(torch.int16).view(num_panels, -1, PANEL, 2).float()
+        scale_NG1, least_NG1 = (terms[..., i].transpose(1, 2).reshape(num_panels * PANEL, -1, 1) for i in (0, 1))
         weight_NK = (u_NGK * scale_NG1 + least_NG1).view(num_panels * PANEL, num_k)
     else:
         dtype = torch.float32 if packed.element is Element.FLOAT32 else torch.bfloat16
@@ -126,19 +125,16 @@ def _quantize(weight_NK: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     least_NG = weight_NGK.amin(-1).round_()
     scale_NG = ((weight_NGK.amax(-1) - least_NG) / most).ceil_().clamp_(min=1)  # rounded down, it would not reach the largest
     u_NGK = ((weight_NGK - least_NG[..., None]) / scale_NG[..., None]).round_().clamp_(0, most).to(torch.uint8)
-    u_NGK = _ordered(u_NGK, torch.tensor(_order(bits)))
     if bits == 4:
-        u_NGK = u_NGK[..., ::2] | u_NGK[..., 1::2] << 4
+        first, last = u_NGK.view(*u_NGK.shape[:-1], -1, 2, 4).unbind(-2)
+        u_NGK = (first | last << 4).flatten(-2)
     words_PGW = _panels(u_NGK.view(num_outputs, -1), 4).view(torch.int32).view(num_outputs // PANEL, least_NG.shape[1], -1)
-    terms = [_panels(term.to(torch.int16), 1).view(num_outputs // PANEL, -1, PANEL) for term in (scale_NG, least_NG)]
-    return torch.cat([words_PGW, torch.cat(terms, -1).view(torch.int32)], -1).flatten(1), units_N
+    terms_NG2 = torch.stack([scale_NG, least_NG], -1).to(torch.int16)
+    terms_PGW = _panels(terms_NG2.flatten(1), 2).view(torch.int32).flatten(2)
+    return torch.cat([words_PGW, terms_PGW], -1).flatten(1), units_N
 
 
-def _order(bits: int) -> list[int]:
-    """The inputs of a word of quantized weights, from the lowest bits on: even ones, then odd ones."""
-    step = 32 // bits
-    return [*range(0, step, 2), *range(1, step, 2)]
-
-
-def _ordered(u_NGK: Tensor, order_S: Tensor) -> Tensor:
-    return u_NGK.reshape(*u_NGK.shape[:-1], -1, len(order_S))[..., order_S].flatten(-2)
+def _with_halves_apart(bytes_: Tensor) -> Tensor:
+    """Eight int4 from every four bytes, the lower halves first."""
+    words = bytes_.view(*bytes_.shape[:-1], -1, 4)
+    return torch.cat([words & 15, words >> 4], dim=-1).flatten(-2)

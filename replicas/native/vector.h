@@ -29,16 +29,6 @@ inline void store(BFloat16* to, float x) {
     // Round to nearest even; a NaN keeps a set mantissa bit.
     to->bits = std::isnan(x) ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-inline float rounded(float x) {  // to bfloat16
-    BFloat16 half;
-    store(&half, x);
-    return to_float(half);
-}
-inline BFloat16 upper_half(float x) {  // of a number that is rounded already
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return {static_cast<uint16_t>(bits >> 16)};
-}
 
 // e^x for x <= 0 within 2 units in the last place; below -87 it is 0. Branch-free, so that loops over it vectorise.
 inline float exp_nonpositive(float x) {
@@ -58,7 +48,7 @@ inline float exp_nonpositive(float x) {
     return x < -87.0f ? 0.0f : e * scale;
 }
 
-#if defined(__AVX512F__) || defined(MANTA_EMULATE_BF16)
+#if defined(__AVX512F__) || defined(MANTA_EMULATE)
 constexpr int WIDTH = 16;  // floats in a register
 #elif defined(__AVX__)
 constexpr int WIDTH = 8;
@@ -80,9 +70,9 @@ inline Vector as_floats(Words words) {  // the same bits
     std::memcpy(&floats, &words, sizeof words);
     return floats;
 }
-inline Vector to_floats(Words words) {  // the same numbers, which are below 2^31
-    return __builtin_convertvector(__builtin_convertvector(words, Integers), Vector);
-}
+inline Vector as_vector(const Vector& floats) { return floats; }  // the same numbers
+inline Vector as_vector(const Integers& integers) { return __builtin_convertvector(integers, Vector); }
+inline Vector as_vector(const Words& words) { return as_vector(__builtin_convertvector(words, Integers)); }  // below 2^31
 
 // Loops over registers must be unrolled whole, or the compiler keeps the array in memory.
 #define UNROLL _Pragma("GCC unroll 16")

@@ -7,7 +7,8 @@ import ctypes
 import torch
 
 from replicas.native.decoder import as_struct
-from replicas.native.packing import PackedLinear, padded
+from replicas.native.isa import AVX512_BF16, EMULATED, InstructionSet
+from replicas.native.packing import Element, PackedLinear, padded
 
 
 def multiply(library: ctypes.CDLL, a_MK: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
@@ -20,3 +21,11 @@ def multiply(library: ctypes.CDLL, a_MK: torch.Tensor, packed: PackedLinear) -> 
         ctypes.c_int32(2),
     )  # fmt: skip
     return out[:, : packed.num_outputs]
+
+
+def as_multiplied(a_MK: torch.Tensor, element: Element, isa: InstructionSet) -> torch.Tensor:
+    """float32 [M, K]: what a variant of the kernels makes of its activations before weights of this type multiply them."""
+    if element.is_quantized and isa.rounds_activations:
+        most_M1 = a_MK.abs().amax(-1, keepdim=True)
+        return (a_MK * (32639 / most_M1)).round() * (most_M1 / 32639)
+    return a_MK.bfloat16().float() if element is Element.BFLOAT16 and isa in (AVX512_BF16, EMULATED) else a_MK

@@ -15,13 +15,13 @@ from replicas.attention.backend import AttentionBackend, LayerCall
 from replicas.attention.native import NativeAttention
 from replicas.attention.reference import ReferenceAttention, attend_one
 from replicas.native.build import load_native_library
-from replicas.native.isa import AVX512_BF16, EMULATED_BF16, cpu_flags, runnable
+from replicas.native.isa import AVX512_BF16, EMULATED, cpu_flags, runnable
 from replicas.step_plan import ScheduledChunk, StepPlan
 from replicas.step_tensors import StepTensors
 
 CPU = torch.device("cpu")
 RUNNABLE = runnable(cpu_flags())
-VARIANTS = RUNNABLE if AVX512_BF16 in RUNNABLE else [*RUNNABLE, EMULATED_BF16]
+VARIANTS = RUNNABLE if AVX512_BF16 in RUNNABLE else [*RUNNABLE, EMULATED]
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda isa: isa.name)

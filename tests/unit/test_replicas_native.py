@@ -23,17 +23,17 @@ from replicas.model_runner import kv_groups, probe_layers
 from replicas.native import build
 from replicas.native.build import NativeUnavailable, load_native_library, variant_of
 from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, why_not_native
-from replicas.native.isa import AVX2, AVX512, AVX512_BF16, EMULATED_BF16, PLAIN, InstructionSet, cpu_flags, runnable
+from replicas.native.isa import AVX2, AVX512, AVX512_BF16, AVX512_VNNI, EMULATED, PLAIN, InstructionSet, cpu_flags, runnable
 from replicas.native.packing import Element, PackedLinear, pack, unpack
 from replicas.request_state import RequestState
 from replicas.step_plan import ScheduledChunk, StepPlan
 from replicas.step_tensors import StepTensors
-from tests.unit.native_kernels import multiply
+from tests.unit.native_kernels import as_multiplied, multiply
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=[*runnable(cpu_flags()), EMULATED_BF16], ids=lambda isa: isa.name)
+@pytest.fixture(scope="module", params=[*runnable(cpu_flags()), EMULATED], ids=lambda isa: isa.name)
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """Every variant of the kernels that this machine can run."""
     return load_native_library(variants=[request.param])
@@ -58,8 +58,7 @@ def test_multiply_of_any_shape_equals_float64(
     packed = _packed(num_outputs, num_k, element, seed)
     w_NK = unpack(packed).double()
     a_MK = torch.randn(num_rows, num_k, generator=torch.Generator().manual_seed(seed + 1))
-    is_rounded = element is not Element.FLOAT32 and variant_of(library).rounds_activations
-    expected = (a_MK.bfloat16() if is_rounded else a_MK).double() @ w_NK.T
+    expected = as_multiplied(a_MK, element, variant_of(library)).double() @ w_NK.T
     # Far above K roundings of the running sum, whose terms are as large as the row's largest weight in a quantized type.
     size_NK = w_NK.abs().amax(1, keepdim=True).expand_as(w_NK) if element.is_quantized else w_NK.abs()
     bound = 1e-6 * (num_k + 8) * (a_MK.abs().double() @ size_NK.T)
@@ -151,7 +150,7 @@ def test_decoder_in_bfloat16_is_nearer_to_float32_than_transformers_in_bfloat16(
 def test_quantized_decoder_equals_transformers_over_the_weights_it_stands_for(
     library: ctypes.CDLL, quantization: Any, element: Element
 ) -> None:
-    sequence, is_rounded = _sequence(30, 5), variant_of(library).rounds_activations
+    sequence = _sequence(30, 5)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG)).eval()
     ids = torch.tensor([sequence])
@@ -160,15 +159,14 @@ def test_quantized_decoder_equals_transformers_over_the_weights_it_stands_for(
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight.data = unpack(pack(module.weight.data, element))
-            if is_rounded:
-                module.register_forward_pre_hook(lambda module, inputs: (inputs[0].bfloat16().float(),))
+            module.register_forward_pre_hook(lambda module, inputs: (as_multiplied(inputs[0], element, variant_of(library)),))
     with torch.inference_mode():
         theirs = model(ids).logits[0, -1]
     ours = _decoder(NativeDecoder, library, torch.float32, quantization=quantization).forward(_step([(sequence, 0, 30)]))[0]
-    # An input next to the middle between two bfloat16 may be rounded the other way.
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=3e-4 if is_rounded else 1e-5)
+    # An input next to the middle between two steps may be rounded the other way.
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     rounding = float((ours - exact).abs().max())
-    assert float((ours - theirs).abs().max()) < rounding / (4 if is_rounded else 20), "the comparison tells nothing"
+    assert float((ours - theirs).abs().max()) < rounding / 20, "the comparison tells nothing"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +258,8 @@ def test_runnable_variants_follow_the_cpu_flags(tmp_path: Path) -> None:
     assert runnable(frozenset()) == [PLAIN]
     assert runnable(AVX2.cpu_flags | {"sse2"}) == [AVX2, PLAIN]
     assert runnable(AVX512.cpu_flags) == [AVX512, AVX2, PLAIN]
-    assert runnable(AVX512_BF16.cpu_flags) == [AVX512_BF16, AVX512, AVX2, PLAIN]
+    assert runnable(AVX512_VNNI.cpu_flags) == [AVX512_VNNI, AVX512, AVX2, PLAIN]
+    assert runnable(AVX512_BF16.cpu_flags) == [AVX512_BF16, AVX512_VNNI, AVX512, AVX2, PLAIN]
     assert runnable(AVX512.cpu_flags - {"avx512vl"}) == [AVX2, PLAIN]
     assert cpu_flags(tmp_path / "none") == frozenset()
 

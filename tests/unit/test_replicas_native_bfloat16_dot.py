@@ -23,7 +23,7 @@ from replicas.engine_config import EngineConfig
 from replicas.native import build
 from replicas.native.build import load_native_library, variant_of
 from replicas.native.decoder import NativeDecoder
-from replicas.native.isa import AVX512_BF16, EMULATED_BF16, PLAIN, cpu_flags
+from replicas.native.isa import AVX512_BF16, EMULATED, PLAIN, cpu_flags
 from replicas.native.packing import Element, pack
 from replicas.sampling_params import SamplingParams
 from tests.engine_harness import requests_for, run
@@ -34,7 +34,7 @@ LANES = 16
 LEAST_NORMAL = Fraction(2) ** -126
 
 
-@pytest.fixture(scope="module", params=[EMULATED_BF16, AVX512_BF16], ids=lambda isa: isa.name)
+@pytest.fixture(scope="module", params=[EMULATED, AVX512_BF16], ids=lambda isa: isa.name)
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     if not request.param.cpu_flags <= cpu_flags():
         pytest.skip("waits for a CPU with avx512_bf16")
@@ -164,7 +164,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Loads an engine as on a CPU whose best variant is the emulated one."""
-    monkeypatch.setattr("replicas.model_loader.runnable", lambda flags: [EMULATED_BF16, PLAIN])
+    monkeypatch.setattr("replicas.model_loader.runnable", lambda flags: [EMULATED, PLAIN])
 
     def load(**kwargs: Any) -> Engine:
         return Engine.load(
@@ -178,7 +178,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_greedy_tokens_are_near_the_best_and_the_same_alone_and_batched(load: Any, folder: Path) -> None:
     engine = load()
-    assert (engine.description.runner, engine.description.kernels) == ("native", "emulated_bf16")
+    assert (engine.description.runner, engine.description.kernels) == ("native", "emulated")
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     prompts = tiny_prompts()
     batched = run(engine, requests_for(prompts, greedy))
@@ -194,7 +194,7 @@ def test_greedy_tokens_are_near_the_best_and_the_same_alone_and_batched(load: An
 
 def test_round_activations_false_takes_the_next_variant(load: Any) -> None:
     assert load(round_activations=False).description.kernels == "plain"
-    assert load(quantization="int8").description.kernels == "emulated_bf16"
+    assert load(quantization="int8").description.kernels == "emulated"
     assert load(quantization="int8", dtype="float32").description.kernels == "plain", "float32 is what was asked for"
 
 

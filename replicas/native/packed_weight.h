@@ -1,0 +1,190 @@
+// Weights [N, K] as the tiles of matmul.h read them, and the activations that they meet.
+//
+// Weights are packed in panels of 16 outputs, each [K / STEP, 16] words of 32 bits that hold STEP neighbouring k's of one output: one
+// float, two bfloat16, four int8 or eight int4. The first lies in the lowest bits; of int4 the first four are the lower halves of the
+// four bytes. A tile of rows reads through its activations in one piece: `prepare` lays them out line by line, one line of each row,
+// then the next ones. In rows of their own, lines a power of two apart would not stay in the first-level cache together.
+//
+// How they are multiplied depends on what the CPU has:
+// - Words are widened to floats in registers, and activations are floats.
+// - Pairs of bfloat16 are multiplied as such, and `prepare` rounds activations to bfloat16 too.
+// - Quantized weights are multiplied as integers, by activations of 16 bits: a row's largest number is 32639 steps, and each
+//   number is 256 times a signed byte plus another one, which two passes over the weights multiply. Against float activations that
+//   costs no quality that can be measured; 8 bits, one pass, would cost more than the rounding of int8 weights does.
+//
+// Quantized weights are w = unit * (scale * u + least): u unsigned, one unit for each output, scale and least integers for each output
+// and GROUP k's, which follow the group's words. To be widened a word is masked, not shifted, before it becomes a float, so u comes
+// out times a power of two, and `prepare` divides the activations by that power first: both are exact.
+#pragma once
+
+#include "bfloat16_dot.h"
+#include "integer_dot.h"
+#include "vector.h"
+
+namespace manta {
+
+constexpr int PANEL = LANES;
+constexpr int GROUP = 32;  // k's of quantized weights that share a scale
+constexpr int LINE = 16;   // floats of a cache line
+
+// Element types: how many k's a word holds, how many k's of the activations lie in the 32 bits of a float, and, to be widened, how the
+// j-th k of a word becomes a float.
+struct Float32 {
+    static constexpr int STEP = 1, PER_FLOAT = 1;
+    static Vector widen(Words words, int) { return as_floats(words); }
+};
+struct BFloat16Widened {
+    static constexpr int STEP = 2, PER_FLOAT = 1;
+    static Vector widen(Words words, int j) { return as_floats(j == 0 ? words << 16 : words & 0xffff0000u); }
+};
+#ifdef MANTA_BF16_DOT
+struct BFloat16Dot {
+    static constexpr int STEP = 2, PER_FLOAT = 2;
+};
+using BFloat16Element = BFloat16Dot;
+#else
+using BFloat16Element = BFloat16Widened;
+#endif
+
+template <int BITS>
+struct Unsigned {
+    static constexpr int STEP = 32 / BITS, PER_FLOAT = 1;
+    static constexpr uint32_t MASK = (1u << BITS) - 1;
+    static constexpr int place(int j) { return j % 4 * 8 + j / 4 * BITS; }  // of the j-th number, in bits from the lowest
+    // The last one cannot be masked only: it would come out negative.
+    static Vector widen(Words words, int j) { return as_vector(j == STEP - 1 ? words >> place(j) : words & (MASK << place(j))); }
+    static constexpr float divisor(int64_t k) {
+        const int j = k % STEP;
+        return j == STEP - 1 ? 1.0f : static_cast<float>(1u << place(j));
+    }
+};
+#ifdef MANTA_INTEGER_DOT
+template <int BITS>
+struct UnsignedDot {
+    static constexpr int STEP = 32 / BITS, PER_FLOAT = 2;
+    static constexpr int NUM_BYTES = STEP / 4;  // words of four bytes in a word
+    static constexpr uint32_t MASK = 0x01010101u * ((1u << BITS) - 1);
+    static Words bytes(Words words, int j) { return BITS == 8 ? words : words >> (j * BITS) & MASK; }
+};
+using Int8 = UnsignedDot<8>;
+using Int4 = UnsignedDot<4>;
+#else
+using Int8 = Unsigned<8>;
+using Int4 = Unsigned<4>;
+#endif
+
+template <typename E>
+constexpr bool IS_QUANTIZED = E::STEP > 2;
+template <typename E>
+constexpr bool IS_INTEGER = IS_QUANTIZED<E> && E::PER_FLOAT > 1;  // multiplied as such
+template <typename E>
+constexpr int NUMBER_WORDS = GROUP / E::STEP * PANEL;  // of one group of a panel: the numbers
+template <typename E>
+constexpr int GROUP_WORDS = NUMBER_WORDS<E> + PANEL;   // and a word for each output: its scale in the lower half, its least in the upper one
+// A panel's parts: a word for each output, or a group.
+template <typename E>
+constexpr int PART_K = IS_QUANTIZED<E> ? GROUP : E::STEP;
+template <typename E>
+constexpr int PART_WORDS = IS_QUANTIZED<E> ? GROUP_WORDS<E> : PANEL;
+
+template <typename E>
+struct PackedWeight {
+    const uint32_t* panels;
+    const float* units;  // of quantized weights, [num_outputs rounded up to 16]
+    int64_t num_outputs, num_k;
+
+    int64_t num_panels() const { return (num_outputs + PANEL - 1) / PANEL; }
+    int64_t stride() const { return num_panels() * PANEL; }  // of a row of outputs
+    int64_t padded_k() const {
+        constexpr int MULTIPLE = IS_QUANTIZED<E> ? GROUP : E::STEP;
+        return (num_k + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
+    }
+    int64_t num_groups() const { return padded_k() / GROUP; }
+    int64_t panel_words() const { return IS_QUANTIZED<E> ? num_groups() * GROUP_WORDS<E> : padded_k() / E::STEP * PANEL; }
+    // Of a prepared row of activations: lines of numbers; of quantized weights lines with the sum of each group, and one with the step.
+    int64_t number_lines() const { return (padded_k() / E::PER_FLOAT + LINE - 1) / LINE; }
+    int64_t step_line() const { return number_lines() + (num_groups() + LINE - 1) / LINE; }
+    int64_t prepared_floats() const { return (IS_QUANTIZED<E> ? step_line() + 1 : number_lines()) * LINE; }
+};
+
+// LINE_K numbers of a row from k on, zeros after its end.
+template <int LINE_K>
+struct Padded {
+    float numbers[LINE_K];
+
+    Padded(const float* row, int64_t k, int64_t num_k) {
+        if (num_k - k >= LINE_K)
+            std::copy_n(row + k, LINE_K, numbers);
+        else
+            std::fill(std::copy(row + k, row + num_k, numbers), numbers + LINE_K, 0.0f);
+    }
+};
+
+// One row of activations as its tile wants it, in lines that are `stride` floats apart: as floats or pairs of bfloat16; for quantized
+// weights divided and summed.
+template <typename E>
+void prepare_floats(const float* row, const PackedWeight<E>& b, float* to, int64_t stride) {
+    constexpr int LINE_K = LINE * E::PER_FLOAT;
+    float* sums = to + b.number_lines() * stride;
+    if constexpr (IS_QUANTIZED<E>) to[b.step_line() * stride] = 1.0f;
+    for (int64_t line = 0; line < b.number_lines(); ++line, to += stride) {
+        const int64_t k = line * LINE_K;
+        Padded<LINE_K> padded(row, std::min(k, b.num_k), b.num_k);  // a group may end with a line that is all padding
+        float* numbers = padded.numbers;
+        if constexpr (IS_QUANTIZED<E>) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int i = 0; i < LINE_K; ++i) sum += numbers[i];
+            float& of_group = sums[k / GROUP / LINE * stride + k / GROUP % LINE];
+            of_group = k % GROUP == 0 ? sum : of_group + sum;
+#pragma omp simd
+            for (int i = 0; i < LINE_K; ++i) numbers[i] *= 1.0f / E::divisor(i);
+        }
+        if constexpr (E::PER_FLOAT > 1) {
+            BFloat16* halves = reinterpret_cast<BFloat16*>(to);
+#pragma omp simd
+            for (int i = 0; i < LINE_K; ++i) store(halves + i, numbers[i]);
+        } else {
+            std::copy_n(numbers, LINE, to);
+        }
+    }
+}
+
+// The same in steps of the row's own, as signed bytes: the upper ones of a group, then the lower ones.
+template <typename E>
+void prepare_integers(const float* row, const PackedWeight<E>& b, float* to, int64_t stride) {
+    static_assert(LINE * E::PER_FLOAT == GROUP);
+    constexpr float MOST_STEPS = 127 * 256 + 127, LEAST = 1e-30f;  // numbers without an inverse are as good as zero
+    float most = 0, not_finite = 0;
+#pragma omp simd reduction(max : most) reduction(+ : not_finite)
+    for (int64_t k = 0; k < b.num_k; ++k) {
+        most = std::max(most, std::abs(row[k]));
+        not_finite += row[k] * 0.0f;
+    }
+    const float inverse = not_finite == 0 && most > LEAST ? MOST_STEPS / most : 0.0f;
+    to[b.step_line() * stride] = most / MOST_STEPS + not_finite;
+    float* sums = to + b.number_lines() * stride;
+    for (int64_t g = 0; g < b.num_groups(); ++g, to += stride) {
+        const Padded<GROUP> group(row, g * GROUP, b.num_k);
+        int8_t* bytes = reinterpret_cast<int8_t*>(to);
+        int32_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < GROUP; ++i) {
+            const int32_t steps = static_cast<int32_t>(std::nearbyint(group.numbers[i] * inverse)), upper = (steps + 128) >> 8;
+            bytes[i] = static_cast<int8_t>(upper);
+            bytes[GROUP + i] = static_cast<int8_t>(steps - 256 * upper);
+            sum += steps;
+        }
+        sums[g / LINE * stride + g % LINE] = static_cast<float>(sum);
+    }
+}
+
+template <typename E>
+void prepare(const float* row, const PackedWeight<E>& b, float* to, int64_t stride) {
+    if constexpr (IS_INTEGER<E>)
+        prepare_integers(row, b, to, stride);
+    else
+        prepare_floats(row, b, to, stride);
+}
+
+}  // namespace manta
