@@ -2,6 +2,11 @@
 // over k in a fixed order, whatever the number of rows, so a row's result is the same to the bit alone or in a batch.
 #pragma once
 
+#include <omp.h>
+
+#include <atomic>
+#include <vector>
+
 #include "packed_weight.h"
 #include "vector.h"
 
@@ -191,13 +196,30 @@ void multiply_panels(const float* a, const Tiles& tiles, int64_t first_tile, int
     }
 }
 
+// Work that a thread begins with, and others take from when theirs is done: one of two cores is often slower, as others use it too.
+struct alignas(64) Run {
+    std::atomic<int64_t> num_taken{0};
+};
+
 // c [num_rows, b.stride()] = a [num_rows, b.num_k] * b. The padding outputs are written too. `prepared` is scratch for
 // num_rows * b.prepared_floats() floats.
 template <typename E>
 void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float* c, float* prepared, int num_threads) {
     const Tiles tiles{num_rows};
     const int64_t num_together = panels_beside((num_rows + tiles.num - 1) / tiles.num);
+    // Blocks of tiles whose inputs and outputs stay in the second-level cache for all panels that are read together.
     const int64_t num_blocks = (tiles.num + TILES_TOGETHER - 1) / TILES_TOGETHER;
+    const auto multiply_block = [&](int64_t block, int64_t panel, int64_t num_panels) {
+        const int64_t first = block * tiles.num / num_blocks, end = (block + 1) * tiles.num / num_blocks;
+        with_rows<MAX_PANELS>(num_panels, [&](auto panels) {
+            multiply_panels<decltype(panels)::value>(prepared, tiles, first, end, b, panel, c);
+        });
+        if constexpr (IS_QUANTIZED<E>)
+            for (int64_t t = first; t < end; ++t)
+                finish(prepared + tiles.first(t) * b.prepared_floats(), tiles.size(t), b, panel, panel + num_panels,
+                       c + tiles.first(t) * b.stride());
+    };
+    std::vector<Run> runs(num_threads);
 #pragma omp parallel num_threads(num_threads)
     {
 #pragma omp for schedule(static)
@@ -205,23 +227,14 @@ void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float*
             const int64_t tile = tiles.of(r), first = tiles.first(tile);
             prepare(a + r * b.num_k, b, prepared + first * b.prepared_floats() + (r - first) * LINE, tiles.size(tile) * LINE);
         }
-        // One run of panels for each thread, so that what it fetches ahead is its own.
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < num_threads; ++i) {
-            const int64_t end = (i + 1) * b.num_panels() / num_threads;
-            for (int64_t p = i * b.num_panels() / num_threads; p < end; p += num_together) {
-                const int64_t num = std::min(num_together, end - p);
-                // Blocks of tiles whose inputs and outputs stay in the second-level cache for all of these panels.
-                for (int64_t block = 0; block < num_blocks; ++block) {
-                    const int64_t first = block * tiles.num / num_blocks, end_tile = (block + 1) * tiles.num / num_blocks;
-                    with_rows<MAX_PANELS>(num, [&](auto panels) {
-                        multiply_panels<decltype(panels)::value>(prepared, tiles, first, end_tile, b, p, c);
-                    });
-                    if constexpr (IS_QUANTIZED<E>)
-                        for (int64_t t = first; t < end_tile; ++t)
-                            finish(prepared + tiles.first(t) * b.prepared_floats(), tiles.size(t), b, p, p + num,
-                                   c + tiles.first(t) * b.stride());
-                }
+        // Neighbouring panels for each thread, so that what it fetches ahead is mostly its own.
+        for (int64_t turn = 0; turn < num_threads; ++turn) {
+            const int64_t run = (omp_get_thread_num() + turn) % num_threads;
+            const int64_t first = run * b.num_panels() / num_threads, end = (run + 1) * b.num_panels() / num_threads;
+            const int64_t num = (end - first + num_together - 1) / num_together * num_blocks;
+            for (int64_t i; (i = runs[run].num_taken.fetch_add(1, std::memory_order_relaxed)) < num;) {
+                const int64_t panel = first + i / num_blocks * num_together;
+                multiply_block(i % num_blocks, panel, std::min(num_together, end - panel));
             }
         }
     }
