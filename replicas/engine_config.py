@@ -58,8 +58,11 @@ class EngineConfig:
     max_num_seqs: int = 64
     """Most requests in one step."""
     max_num_batched_tokens: int | None = None
-    """Token budget of one step; None measures the device and keeps a full step under `max_step_s`."""
+    """Token budget of one step; None measures the device and keeps a full step under `max_step_s`, and one in which requests decode
+    under `max_mixed_step_s`."""
     max_step_s: float = 0.25
+    max_mixed_step_s: float = 0.075
+    """Bounds the gap between two tokens of a stream while prompts are computed beside it."""
     block_size: int = 16
     kv_cache_bytes: int | None = None
     """Bytes of KV on a CPU; None takes a share of the memory that is free at start. On CUDA it overrides
@@ -130,7 +133,8 @@ class EngineConfig:
             raise ValueError(f"kv_lease_s must be above 0 and at most {MAX_KV_LEASE_S:g}, got {self.kv_lease_s}")
         if self.transfer_host in ("", "0.0.0.0", "::"):
             raise ValueError(f"transfer_host must be an address under which other replicas reach this one, got {self.transfer_host!r}")
-        if not self.max_step_s > 0:
-            raise ValueError(f"max_step_s must be above 0, got {self.max_step_s}")
+        for name in ("max_step_s", "max_mixed_step_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.kv_transfer not in get_args(KVTransfer):
             raise ValueError(f"kv_transfer must be one of {', '.join(get_args(KVTransfer))}, got {self.kv_transfer!r}")

@@ -110,12 +110,15 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         runner = leader.lead(runner)
     dry_run = _DryRun(runner, loaded, config.block_size, size)
     check.compare(dry_run, is_native=rank.backend is None)
-    budget = config.max_num_batched_tokens or dry_run.budget_for(config.max_step_s, config.max_num_seqs)
-    _log_choices(config, loaded, size, budget, rank.calls)
+    budget, mixed_budget = config.max_num_batched_tokens, None
+    if budget is None:
+        budget, mixed_budget = (dry_run.budget_for(s, config.max_num_seqs) for s in (config.max_step_s, config.max_mixed_step_s))
+    _log_choices(config, loaded, size, (budget, mixed_budget), rank.calls)
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
+            max_num_mixed_tokens=mixed_budget,
             max_model_len=size.max_model_len,
             max_num_scored_tokens=max(1, MAX_SCORED_LOGITS // loaded.vocab_size),
             eos_token_ids=loaded.eos_token_ids,
@@ -255,14 +258,21 @@ def _spread_token_ids(num_tokens: int, vocab_size: int) -> list[int]:
     return [(7919 * i + 13) % vocab_size for i in range(num_tokens)]
 
 
-def _log_choices(config: EngineConfig, loaded: LoadedModel, size: KVSize, budget: int, calls: Mapping[int, LayerCall]) -> None:
+def _log_choices(
+    config: EngineConfig, loaded: LoadedModel, size: KVSize, budgets: tuple[int, int | None], calls: Mapping[int, LayerCall]
+) -> None:
     per_token = bytes_per_token(kv_groups(calls), loaded.dtype)
     num_tokens = size.num_blocks * config.block_size
     logger.info(
         "KV cache: %d blocks of %d tokens, %.2f GiB (%d bytes a token in %s): %s",
         size.num_blocks, config.block_size, num_tokens * per_token / 2**30, per_token, loaded.dtype, size.reason,
     )  # fmt: skip
-    reason = "configured" if config.max_num_batched_tokens else f"measured to keep a step under {config.max_step_s} s"
+    budget, mixed_budget = budgets
+    reason = "configured"
+    if mixed_budget is not None:
+        reason = (
+            f"measured to keep a step under {config.max_step_s} s; {mixed_budget} while requests decode, for {config.max_mixed_step_s} s"
+        )
     logger.info(
         "max_model_len %d: room for %.1f such requests at once; max_num_seqs %d; %d tokens a step (%s); %d threads",
         size.max_model_len, num_tokens / size.max_model_len, config.max_num_seqs, budget, reason, torch.get_num_threads(),

@@ -27,6 +27,9 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     """Token budget of a step, at least `max_num_seqs` so that every running request can decode."""
     max_model_len: int
+    max_num_mixed_tokens: int | None = None
+    """Token budget of a step in which requests decode, which all wait for what it computes of prompts; None is that of other steps.
+    A prompt goes on by at least a block."""
     max_num_scored_tokens: int = 512
     """Most positions of a step whose logits are kept for `prompt_logprobs`: a row of the vocabulary's size each."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -164,6 +167,8 @@ class Scheduler:
                 num_preemptions += self._grow(state)
                 if state.status is RequestStatus.RUNNING:
                     budget -= self._schedule_chunk(state, budget, chunks, published)
+        if chunks and (mixed := self.config.max_num_mixed_tokens) is not None:
+            budget = min(budget, max(mixed - len(chunks), self.pool.block_size))
         for state in catching_up:
             if state.status is RequestStatus.RUNNING and budget > 0 and not state.is_loading:
                 budget -= self._schedule_chunk(state, budget, chunks, published)

@@ -18,11 +18,18 @@ EOS = 99
 
 
 def _scheduler(
-    num_blocks: int = 100, block_size: int = 4, max_num_seqs: int = 8, budget: int = 32, max_model_len: int = 60, caching: bool = True
+    num_blocks: int = 100,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    budget: int = 32,
+    max_model_len: int = 60,
+    caching: bool = True,
+    mixed_budget: int | None = None,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
+        max_num_mixed_tokens=mixed_budget,
         max_model_len=max_model_len,
         eos_token_ids=frozenset({EOS}),
         enable_prefix_caching=caching,
@@ -46,6 +53,26 @@ def _step(scheduler: Scheduler, token: int = 50) -> tuple[StepPlan, list[Request
 
 def _shape(plan: StepPlan) -> list[tuple[str, int, int]]:
     return [(c.state.request.request_id, c.start, c.num_tokens) for c in plan.chunks]
+
+
+def test_step_in_which_requests_decode_takes_fewer_tokens_of_prompts() -> None:
+    scheduler = _scheduler(budget=32, mixed_budget=10)
+    scheduler.add(_request("a", 20))
+    assert _shape(_step(scheduler)[0]) == [("a", 0, 20)], "nobody decodes yet"
+    scheduler.add(_request("b", 30, first=30))
+    assert _shape(_step(scheduler)[0]) == [("a", 20, 1), ("b", 0, 9)]
+    scheduler.cancel(RequestKey("a", 0))
+    assert _shape(_step(scheduler)[0]) == [("b", 9, 21)], "nobody decodes any more"
+
+
+def test_prompt_goes_on_by_a_block_beside_more_decodes_than_the_mixed_budget() -> None:
+    scheduler = _scheduler(block_size=4, mixed_budget=2)
+    for name in "abc":
+        scheduler.add(_request(name, 4))
+    _step(scheduler)
+    scheduler.add(_request("d", 20, first=30))
+    for start in (0, 4, 8):
+        assert _shape(_step(scheduler)[0])[3:] == [("d", start, 4)]
 
 
 def test_step_mixes_decode_and_prefill_in_one_budget() -> None:
@@ -255,7 +282,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = _scheduler(num_blocks=self.NUM_BLOCKS, block_size=self.BLOCK_SIZE, max_num_seqs=4, budget=9, max_model_len=40)
+        self.scheduler = _scheduler(
+            num_blocks=self.NUM_BLOCKS, block_size=self.BLOCK_SIZE, max_num_seqs=4, budget=9, max_model_len=40, mixed_budget=6
+        )
         self.scheduler.config = replace(self.scheduler.config, max_num_scored_tokens=5)
         self.accepted: list[RequestKey] = []
         self.endings = Counter[RequestKey]()
