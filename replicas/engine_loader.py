@@ -112,7 +112,7 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
     check.compare(dry_run, is_native=rank.backend is None)
     budget, mixed_budget = config.max_num_batched_tokens, None
     if budget is None:
-        budget, mixed_budget = (dry_run.budget_for(s, config.max_num_seqs) for s in (config.max_step_s, config.max_mixed_step_s))
+        budget, mixed_budget = dry_run.budgets_for(config)
     _log_choices(config, loaded, size, (budget, mixed_budget), rank.calls)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -193,18 +193,23 @@ class _DryRun:
             start = end
         return torch.cat(rows)
 
-    def budget_for(self, max_step_s: float, max_num_seqs: int) -> int:
-        """Tokens that a prefill step computes within `max_step_s`, measured; never so few that decodes starve prefill."""
-        num_tokens, best = min(64, self.max_tokens), 1
+    def budgets_for(self, config: EngineConfig) -> tuple[int, int]:
+        """Tokens that steps compute within `max_step_s` and `max_mixed_step_s`, measured; never so few that decodes starve prefill."""
+        rate = self._tokens_per_s(config.max_step_s)
+        blocks, mixed_blocks = (int(rate * s) // self._block_size for s in (config.max_step_s, config.max_mixed_step_s))
+        budget = max(min(blocks * self._block_size, MAX_BUDGET_TOKENS), MIN_BUDGET_TOKENS, 2 * config.max_num_seqs)
+        return budget, min(budget, max(mixed_blocks * self._block_size, config.max_num_seqs + self._block_size))
+
+    def _tokens_per_s(self, max_step_s: float) -> float:
+        """Of the fastest prefill step that takes about as long, or of a shorter one."""
+        num_tokens, best = min(64, self.max_tokens), 0.0
         self._step_s(num_tokens)  # the first steps at a size pay for allocations and caches
         while True:
             elapsed_s = min(self._step_s(num_tokens), self._step_s(num_tokens))
-            best = max(best, int(num_tokens * max_step_s / elapsed_s))
+            best = max(best, num_tokens / elapsed_s)
             if elapsed_s > max_step_s / 2 or 2 * num_tokens > min(self.max_tokens, MAX_BUDGET_TOKENS):
-                break
+                return best
             num_tokens *= 2
-        rounded = best // self._block_size * self._block_size
-        return max(min(rounded, MAX_BUDGET_TOKENS), MIN_BUDGET_TOKENS, 2 * max_num_seqs)
 
     def _step_s(self, num_tokens: int) -> float:
         self._sync()
@@ -271,7 +276,8 @@ def _log_choices(
     reason = "configured"
     if mixed_budget is not None:
         reason = (
-            f"measured to keep a step under {config.max_step_s} s; {mixed_budget} while requests decode, for {config.max_mixed_step_s} s"
+            f"measured to keep a step under {config.max_step_s} s; {mixed_budget} beside decodes, to keep those under "
+            f"{config.max_mixed_step_s} s; or the least that lets prompts go on"
         )
     logger.info(
         "max_model_len %d: room for %.1f such requests at once; max_num_seqs %d; %d tokens a step (%s); %d threads",

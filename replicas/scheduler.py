@@ -29,7 +29,7 @@ class SchedulerConfig:
     max_model_len: int
     max_num_mixed_tokens: int | None = None
     """Token budget of a step in which requests decode, which all wait for what it computes of prompts; None is that of other steps.
-    A prompt goes on by at least a block."""
+    Prompts go on by at least a block, where the step's budget allows."""
     max_num_scored_tokens: int = 512
     """Most positions of a step whose logits are kept for `prompt_logprobs`: a row of the vocabulary's size each."""
     eos_token_ids: frozenset[int] = frozenset()

@@ -15,7 +15,7 @@ class InstructionSet:
     compiler_flags: tuple[str, ...]
     cpu_flags: frozenset[str]
     rounds_activations: bool = False
-    """Whether quantized weights multiply activations of 16 bits and, on CPUs that have it, bfloat16 weights those in bfloat16."""
+    """Whether quantized weights multiply activations of 16 bits; with avx512_bf16, bfloat16 weights multiply rounded ones too."""
 
 
 PLAIN = InstructionSet("plain", (), frozenset())

@@ -9,8 +9,8 @@
 // - Words are widened to floats in registers, and activations are floats.
 // - Pairs of bfloat16 are multiplied as such, and `prepare` rounds activations to bfloat16 too.
 // - Quantized weights are multiplied as integers, by activations of 16 bits: a row's largest number is 32639 steps, and each
-//   number is 256 times a signed byte plus another one, which two passes over the weights multiply. Against float activations that
-//   costs no quality that can be measured; 8 bits, one pass, would cost more than the rounding of int8 weights does.
+//   number is 256 times a signed byte plus another one, which two passes over the weights multiply. That is nearer to float
+//   activations than bfloat16 ones are; 8 bits, one pass, would cost more quality than the rounding of int8 weights does.
 //
 // Quantized weights are w = unit * (scale * u + least): u unsigned, one unit for each output, scale and least integers for each output
 // and GROUP k's, which follow the group's words. To be widened a word is masked, not shifted, before it becomes a float, so u comes
@@ -101,7 +101,7 @@ struct PackedWeight {
     }
     int64_t num_groups() const { return padded_k() / GROUP; }
     int64_t panel_words() const { return IS_QUANTIZED<E> ? num_groups() * GROUP_WORDS<E> : padded_k() / E::STEP * PANEL; }
-    // Of a prepared row of activations: lines of numbers; of quantized weights lines with the sum of each group, and one with the step.
+    // Of a prepared row of activations: lines of numbers; for quantized weights lines with the sum of each group, and its step's.
     int64_t number_lines() const { return (padded_k() / E::PER_FLOAT + LINE - 1) / LINE; }
     int64_t step_line() const { return number_lines() + (num_groups() + LINE - 1) / LINE; }
     int64_t prepared_floats() const { return (IS_QUANTIZED<E> ? step_line() + 1 : number_lines()) * LINE; }
@@ -170,7 +170,8 @@ void prepare_integers(const float* row, const PackedWeight<E>& b, float* to, int
         int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < GROUP; ++i) {
-            const int32_t steps = static_cast<int32_t>(std::nearbyint(group.numbers[i] * inverse)), upper = (steps + 128) >> 8;
+            const float number = inverse > 0 ? group.numbers[i] * inverse : 0.0f;  // what is not finite has no integer
+            const int32_t steps = static_cast<int32_t>(std::nearbyint(number)), upper = (steps + 128) >> 8;
             bytes[i] = static_cast<int8_t>(upper);
             bytes[GROUP + i] = static_cast<int8_t>(steps - 256 * upper);
             sum += steps;

@@ -129,22 +129,6 @@ inline void load_lanes(const float* from, Vector to[NUM_VECTORS]) {
 inline void store_lanes(const Vector from[NUM_VECTORS], float* to) {
     UNROLL for (int i = 0; i < NUM_VECTORS; ++i) std::memcpy(to + i * WIDTH, &from[i], sizeof from[i]);
 }
-inline void load_lanes(const BFloat16* from, Vector to[NUM_VECTORS]) {
-    typedef uint16_t Half __attribute__((vector_size(WIDTH * sizeof(uint16_t))));
-    UNROLL for (int i = 0; i < NUM_VECTORS; ++i) {
-        Half half;
-        std::memcpy(&half, from + i * WIDTH, sizeof half);
-        to[i] = as_floats(__builtin_convertvector(half, Words) << 16);
-    }
-}
-inline void load_lanes(const int16_t* from, Vector to[NUM_VECTORS]) {
-    typedef int16_t Half __attribute__((vector_size(WIDTH * sizeof(int16_t))));
-    UNROLL for (int i = 0; i < NUM_VECTORS; ++i) {
-        Half half;
-        std::memcpy(&half, from + i * WIDTH, sizeof half);
-        to[i] = __builtin_convertvector(__builtin_convertvector(half, Integers), Vector);
-    }
-}
 
 constexpr int NUM_SUMS = WIDTH == 16 ? 24 : 12;  // registers that hold sums
 constexpr int MAX_ROWS = NUM_SUMS / NUM_VECTORS < 12 ? NUM_SUMS / NUM_VECTORS : 12;  // rows that share each load of LANES numbers

@@ -94,12 +94,23 @@ def test_load_of_a_model_whose_attention_has_unknown_terms_is_refused_by_the_sel
         ({"runner": "transformers", "attention_backend": "flash"}, "attention_backend must be one of"),
         ({"runner": "transformers", "attention_backend": "varlen_cuda"}, "it runs on CUDA"),
         ({"max_num_batched_tokens": 4}, "at least max_num_seqs"),
+        ({"max_mixed_step_s": 0}, "max_mixed_step_s must be above 0"),
         ({"model": "./no-such-folder"}, "does not exist"),
     ],
 )
 def test_load_with_settings_that_cannot_work_names_the_fix(folder_of: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine.load(EngineConfig(**{"model": str(folder_of("llama")), "dtype": "float32", **settings}))
+
+
+def test_budgets_of_steps_are_measured_unless_one_is_given(folder_of: Any) -> None:
+    measured = _engine(folder_of("llama"), max_num_batched_tokens=None, max_mixed_step_s=1e-9).scheduler.config
+    assert measured.max_num_batched_tokens >= 128
+    assert measured.max_num_mixed_tokens == 8 + 16, "every sequence and a block, however short the step is to be"
+    generous = _engine(folder_of("llama"), max_num_batched_tokens=None, max_mixed_step_s=100.0).scheduler.config
+    assert generous.max_num_mixed_tokens == generous.max_num_batched_tokens
+    given = _engine(folder_of("llama"), max_num_batched_tokens=64).scheduler.config
+    assert (given.max_num_batched_tokens, given.max_num_mixed_tokens) == (64, None)
 
 
 def test_model_under_the_home_folder_is_found_by_its_short_name(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

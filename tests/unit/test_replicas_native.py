@@ -67,10 +67,21 @@ def test_multiply_of_any_shape_equals_float64(
 
 @pytest.mark.parametrize("element", Element)
 def test_multiply_of_a_row_gives_the_same_bits_alone_and_in_any_batch(library: ctypes.CDLL, element: Element) -> None:
-    a_MK, packed = torch.randn(67, 2101), _packed(100, 2101, element)
-    alone = torch.cat([multiply(library, a_MK[i : i + 1].contiguous(), packed) for i in range(67)])
-    for size in (2, 3, 5, 6, 7, 8, 9, 12, 17, 67):
+    num_outputs, num_k = (40, 6601) if element.is_quantized else (100, 2101)  # blocks of k
+    a_MK, packed = torch.randn(100, num_k), _packed(num_outputs, num_k, element)
+    alone = torch.cat([multiply(library, a_MK[i : i + 1].contiguous(), packed) for i in range(100)])
+    for size in (2, 3, 5, 6, 7, 8, 9, 17, 100):  # the last: blocks of tiles
         assert torch.equal(multiply(library, a_MK[:size].contiguous(), packed), alone[:size])
+
+
+@pytest.mark.parametrize("element", Element)
+@pytest.mark.parametrize("num_outputs", [20, 150])
+def test_multiply_gives_the_same_bits_with_any_number_of_threads(library: ctypes.CDLL, element: Element, num_outputs: int) -> None:
+    a_MK, packed = torch.randn(19, 70), _packed(num_outputs, 70, element)
+    expected = multiply(library, a_MK, packed, num_threads=1)
+    for num_threads in (2, 3, 7):  # more threads than panels, too
+        for _ in range(5):  # who takes which panel differs
+            assert torch.equal(multiply(library, a_MK, packed, num_threads), expected)
 
 
 CONFIG = LlamaConfig(

@@ -192,7 +192,7 @@ def test_greedy_tokens_are_near_the_best_and_the_same_alone_and_batched(load: An
         assert float(gaps_T.max()) <= 0.25
 
 
-def test_round_activations_false_takes_the_next_variant(load: Any) -> None:
+def test_round_activations_false_takes_a_variant_that_rounds_nothing(load: Any) -> None:
     assert load(round_activations=False).description.kernels == "plain"
     assert load(quantization="int8").description.kernels == "emulated"
     assert load(quantization="int8", dtype="float32").description.kernels == "plain", "float32 is what was asked for"

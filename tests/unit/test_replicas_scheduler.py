@@ -279,11 +279,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     BLOCK_SIZE = 4
     NUM_BLOCKS = 12
+    BUDGET = 9
+    MIXED_BUDGET = 6
 
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = _scheduler(
-            num_blocks=self.NUM_BLOCKS, block_size=self.BLOCK_SIZE, max_num_seqs=4, budget=9, max_model_len=40, mixed_budget=6
+            num_blocks=self.NUM_BLOCKS,
+            block_size=self.BLOCK_SIZE,
+            max_num_seqs=4,
+            budget=self.BUDGET,
+            max_model_len=40,
+            mixed_budget=self.MIXED_BUDGET,
         )
         self.scheduler.config = replace(self.scheduler.config, max_num_scored_tokens=5)
         self.accepted: list[RequestKey] = []
@@ -319,7 +326,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
+        decoding = {state.request.key for state in self.scheduler.running if state.is_decoding}
         plan = self.scheduler.schedule()
+        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
+        num_decodes = sum(chunk.state.request.key in decoding for chunk in plan.chunks)
+        assert num_tokens <= (max(self.MIXED_BUDGET, num_decodes + self.BLOCK_SIZE) if num_decodes else self.BUDGET)
         self._write(plan)
         tokens = [[data.draw(st.sampled_from([3, 4, 5, EOS]))] for chunk in plan.chunks if chunk.samples]
         self._record(self.scheduler.update(plan, tokens))
