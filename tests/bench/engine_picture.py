@@ -54,7 +54,7 @@ def _draw_roofline(axes: Any, roof: Roofline, sizes: list[int], dtype: str, colo
     points = sorted({float(size) for size in sizes} | ({bend} if min(sizes) < bend < max(sizes) else set()))
     label = (
         f"roofline, {dtype} weights: {roof.bandwidth_bytes_per_s / 1e9:.1f} GB/s streamed over {roof.weight_bytes / 1e6:.0f} MB,\n"
-        f"{roof.matmul_flops_per_s / 1e9:.0f} GFLOP/s (float32 matmul) over {roof.flops_per_token / 1e9:.2f} GFLOP a token"
+        f"{roof.matmul_flops_per_s / 1e9:.0f} GFLOP/s (matmul) over {roof.flops_per_token / 1e9:.2f} GFLOP a token"
     )
     axes.plot(
         points, [min(size * roof.bandwidth_bound(1), roof.compute_bound) for size in points], "--", color=color, alpha=0.6, label=label

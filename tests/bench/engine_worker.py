@@ -153,7 +153,7 @@ def _prepare_ours(
         if rows and device.type == "cpu":
             cost = model_cost(task.model)
             weight_bits = QUANTIZED_BITS.get(quantization or "", 8.0 * getattr(torch, own).itemsize)
-            rounds = quantization is None and own == "bfloat16" and engine.description.kernels == AVX512_BF16.name
+            rounds = own == "bfloat16" and engine.description.kernels == AVX512_BF16.name
             found |= {"cost": asdict(cost), "roofline": asdict(measure_roofline(cost, weight_bits, rounds_activations=rounds))}
         return found
 

@@ -47,7 +47,8 @@ class Roofline:
     bandwidth_bytes_per_s: float
     """Streaming as many bytes as the weights have, with the engine's threads."""
     matmul_flops_per_s: float
-    """torch's matmul of many rows, in the type that the engine multiplies in, with the engine's threads."""
+    """torch's matmul of many rows, in the type that the engine multiplies in, with the engine's threads. For quantized weights it
+    is that of bfloat16 too: two passes of bytes take as long."""
 
     def bandwidth_bound(self, batch_size: int) -> float:
         """Tokens a second if reading the weights were all of a step."""
@@ -83,7 +84,7 @@ def model_cost(model: str) -> ModelCost:
 
 def measure_roofline(cost: ModelCost, weight_bits: float, *, rounds_activations: bool = False) -> Roofline:
     """Takes some seconds, and memory as large as the weights. Uses torch's threads as they are set. `rounds_activations`: the engine
-    multiplies bfloat16 by bfloat16, not float32 by float32."""
+    multiplies bfloat16 by bfloat16, or bytes in two passes, not float32 by float32."""
     weight_bytes = round(cost.num_weights * weight_bits / 8)
     return Roofline(
         weight_bytes=weight_bytes,
