@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import itertools
 import json
 import logging
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,19 +58,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     looks: list[Quietness] = []
     engines: dict[str, Any] = {}
     write = partial(_write, folder=options.output or (QUICK_RESULTS if options.quick else RESULTS))
-    for name in options.engines or [name for name in ENGINES if not (options.quick and name in PEERS)]:
+    names = options.engines or [name for name in ENGINES if not (options.quick and name in PEERS)]
+    for round_, name in itertools.product(range(options.rounds), names):
         looks.append(_look(options, model))
         logger.info("%s", name)
         if name in PEERS:
-            engines[name] = run_peer(name, model, options.threads, options.timeout)
+            found = run_peer(name, model, options.threads, options.timeout)
         else:
-            engines[name] = _run_worker(_task(options, name, model, engines.get("ours", {}).get("dtype")), options.timeout)
+            task = _task(options, name, model, engines.get("ours", {}).get("dtype"))
+            found = _run_worker(task if round_ == 0 else replace(task, sweep_sizes=[]), options.timeout)
+        engines[name] = found if round_ == 0 else with_round(engines[name], found)
         if "error" in engines[name]:
             logger.info("  %s could not run: %s", name, engines[name]["error"])
         write(_result(options, model, looks, load_before, engines))  # a run that is cut short keeps what it measured
     looks.append(_look(options, model))
     write(_result(options, model, looks, load_before, engines))
     return 1 if any("error" in engine for name, engine in engines.items() if name in OURS) else 0
+
+
+def with_round(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """An engine's result with those of another round; a round that failed makes it a failure."""
+    if "error" in before or "workloads" not in found:
+        return before if "error" in before else before | found
+    merged = {}
+    for name, workload in before["workloads"].items():
+        other = found["workloads"][name]
+        if "times_s" in workload:
+            merged[name] = {key: workload[key] + other[key] for key in ("num_tokens", "times_s")}
+        else:
+            medians = [*workload.get("medians_of_rounds", [workload["median_tokens_per_s"]]), other["median_tokens_per_s"]]
+            merged[name] = {"median_tokens_per_s": statistics.median(medians), "medians_of_rounds": medians}
+    return before | {"workloads": merged}
 
 
 def _result(
@@ -82,7 +102,7 @@ def _result(
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "is_quick": options.quick,
         "commit": _commit(),
-        "repetitions": 1 if options.quick else options.repetitions,
+        "repetitions": (1 if options.quick else options.repetitions) * options.rounds,
         "num_threads": options.threads,
         "quietness": [asdict(look) for look in looks],
         "load_before": load_before,
@@ -101,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of ours and transformers")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every engine")
     parser.add_argument("--repetitions", type=int, default=5, help="of ours and transformers; the peers' scripts always make five")
+    parser.add_argument("--rounds", type=int, default=1, help="all engines in turn so often, against a machine whose speed drifts")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one engine; past it, it counts as failed")
     parser.add_argument("--no-sweep", action="store_true", help="leave out the steps against the number of running sequences")
     parser.add_argument("--quick", action="store_true", help="4 prompts, 16 tokens, once: a test of the bench, not a measurement")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.bench.engine_bench import with_round
 from tests.bench.engine_picture import picture
 from tests.bench.engine_report import markdown, ratios, tokens_per_s
 from tests.bench.machine import Quietness, hardware_line, hardware_name, has_bfloat16_units, noise_warnings, short_name
@@ -118,3 +119,17 @@ def test_hardware_name_reads_cpuinfo(tmp_path: Path) -> None:
 def test_noise_beyond_the_limit_is_a_warning(times_ms: tuple[float, ...], load: float, num_warnings: int) -> None:
     looks = [Quietness(load_average=load, matmul_ms=ms) for ms in times_ms]
     assert len(noise_warnings(looks, load, num_cores=2)) == num_warnings
+
+
+def test_rounds_of_an_engine_are_put_together() -> None:
+    ours = {"load_s": 1.0, "sweep": ["row"], "workloads": {"B32": {"num_tokens": [10, 10], "times_s": [1.0, 2.0]}}}
+    again = {"load_s": 2.0, "workloads": {"B32": {"num_tokens": [10], "times_s": [3.0]}}}
+    merged = with_round(ours, again)
+    assert merged["workloads"]["B32"] == {"num_tokens": [10, 10, 10], "times_s": [1.0, 2.0, 3.0]}
+    assert merged["sweep"] == ["row"]
+    peer = {"workloads": {"B32": {"median_tokens_per_s": 100.0}}}
+    for figure in (130.0, 110.0):
+        peer = with_round(peer, {"workloads": {"B32": {"median_tokens_per_s": figure}}})
+    assert peer["workloads"]["B32"]["median_tokens_per_s"] == 110.0
+    assert with_round(ours, {"error": "it crashed"})["error"] == "it crashed"
+    assert with_round({"error": "it crashed"}, ours) == {"error": "it crashed"}
