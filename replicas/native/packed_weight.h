@@ -107,18 +107,13 @@ struct PackedWeight {
     int64_t prepared_floats() const { return (IS_QUANTIZED<E> ? step_line() + 1 : number_lines()) * LINE; }
 };
 
-// LINE_K numbers of a row from k on, zeros after its end.
-template <int LINE_K>
-struct Padded {
-    float numbers[LINE_K];
-
-    Padded(const float* row, int64_t k, int64_t num_k) {
-        if (num_k - k >= LINE_K)
-            std::copy_n(row + k, LINE_K, numbers);
-        else
-            std::fill(std::copy(row + k, row + num_k, numbers), numbers + LINE_K, 0.0f);
-    }
-};
+// `num` numbers of a row from k on: where they lie, or in `padded` with zeros after the row's end.
+inline const float* numbers_of(const float* row, int64_t k, int64_t num_k, int64_t num, float* padded) {
+    if (num_k - k >= num) return row + k;
+    k = std::min(k, num_k);
+    std::fill(std::copy(row + k, row + num_k, padded), padded + num, 0.0f);
+    return padded;
+}
 
 // One row of activations as its tile wants it, in lines that are `stride` floats apart: as floats or pairs of bfloat16; for quantized
 // weights divided and summed.
@@ -129,23 +124,26 @@ void prepare_floats(const float* row, const PackedWeight<E>& b, float* to, int64
     if constexpr (IS_QUANTIZED<E>) to[b.step_line() * stride] = 1.0f;
     for (int64_t line = 0; line < b.number_lines(); ++line, to += stride) {
         const int64_t k = line * LINE_K;
-        Padded<LINE_K> padded(row, std::min(k, b.num_k), b.num_k);  // a group may end with a line that is all padding
-        float* numbers = padded.numbers;
+        float padded[LINE_K], numbers[LINE_K];
+        const float* from = numbers_of(row, k, b.num_k, LINE_K, padded);  // a group may end with a line that is all padding
         if constexpr (IS_QUANTIZED<E>) {
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int i = 0; i < LINE_K; ++i) sum += numbers[i];
+            for (int i = 0; i < LINE_K; ++i) sum += from[i];
             float& of_group = sums[k / GROUP / LINE * stride + k / GROUP % LINE];
             of_group = k % GROUP == 0 ? sum : of_group + sum;
 #pragma omp simd
-            for (int i = 0; i < LINE_K; ++i) numbers[i] *= 1.0f / E::divisor(i);
+            for (int i = 0; i < LINE_K; ++i) numbers[i] = from[i] * (1.0f / E::divisor(i));
         }
         if constexpr (E::PER_FLOAT > 1) {
             BFloat16* halves = reinterpret_cast<BFloat16*>(to);
+            // Two loops: one that also narrows is not vectorised.
 #pragma omp simd
-            for (int i = 0; i < LINE_K; ++i) store(halves + i, numbers[i]);
+            for (int i = 0; i < LINE_K; ++i) numbers[i] = rounded(from[i]);
+#pragma omp simd
+            for (int i = 0; i < LINE_K; ++i) halves[i] = upper_half(numbers[i]);
         } else {
-            std::copy_n(numbers, LINE, to);
+            std::copy_n(IS_QUANTIZED<E> ? numbers : from, LINE, to);
         }
     }
 }
@@ -165,12 +163,13 @@ void prepare_integers(const float* row, const PackedWeight<E>& b, float* to, int
     to[b.step_line() * stride] = most / MOST_STEPS + not_finite;
     float* sums = to + b.number_lines() * stride;
     for (int64_t g = 0; g < b.num_groups(); ++g, to += stride) {
-        const Padded<GROUP> group(row, g * GROUP, b.num_k);
+        float padded[GROUP];
+        const float* from = numbers_of(row, g * GROUP, b.num_k, GROUP, padded);
         int8_t* bytes = reinterpret_cast<int8_t*>(to);
         int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < GROUP; ++i) {
-            const float number = inverse > 0 ? group.numbers[i] * inverse : 0.0f;  // what is not finite has no integer
+            const float number = inverse > 0 ? from[i] * inverse : 0.0f;  // what is not finite has no integer
             const int32_t steps = static_cast<int32_t>(std::nearbyint(number)), upper = (steps + 128) >> 8;
             bytes[i] = static_cast<int8_t>(upper);
             bytes[GROUP + i] = static_cast<int8_t>(steps - 256 * upper);

@@ -30,6 +30,17 @@ inline void store(BFloat16* to, float x) {
     to->bits = std::isnan(x) ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline float rounded(float x) {  // to bfloat16
+    BFloat16 half;
+    store(&half, x);
+    return to_float(half);
+}
+inline BFloat16 upper_half(float x) {  // of a number that is rounded already
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return {static_cast<uint16_t>(bits >> 16)};
+}
+
 // e^x for x <= 0 within 2 units in the last place; below -87 it is 0. Branch-free, so that loops over it vectorise.
 inline float exp_nonpositive(float x) {
     const float clamped = std::max(x, -87.0f);
