@@ -165,16 +165,18 @@ void prepare_integers(const float* row, const PackedWeight<E>& b, float* to, int
     for (int64_t g = 0; g < b.num_groups(); ++g, to += stride) {
         float padded[GROUP];
         const float* from = numbers_of(row, g * GROUP, b.num_k, GROUP, padded);
-        int8_t* bytes = reinterpret_cast<int8_t*>(to);
-        int32_t sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < GROUP; ++i) {
-            const float number = inverse > 0 ? from[i] * inverse : 0.0f;  // what is not finite has no integer
-            const int32_t steps = static_cast<int32_t>(std::nearbyint(number)), upper = (steps + 128) >> 8;
-            bytes[i] = static_cast<int8_t>(upper);
-            bytes[GROUP + i] = static_cast<int8_t>(steps - 256 * upper);
-            sum += steps;
+        int32_t steps[GROUP] = {}, sum = 0;
+        if (inverse > 0) {  // what is not finite has no integer
+#pragma omp simd
+            for (int i = 0; i < GROUP; ++i) steps[i] = static_cast<int32_t>(std::nearbyint(from[i] * inverse));
         }
+        int8_t* bytes = reinterpret_cast<int8_t*>(to);
+#pragma omp simd
+        for (int i = 0; i < GROUP; ++i) bytes[i] = static_cast<int8_t>((steps[i] + 128) >> 8);
+#pragma omp simd
+        for (int i = 0; i < GROUP; ++i) bytes[GROUP + i] = static_cast<int8_t>(steps[i]);  // its lowest byte is what is left
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < GROUP; ++i) sum += steps[i];
         sums[g / LINE * stride + g % LINE] = static_cast<float>(sum);
     }
 }
