@@ -28,8 +28,7 @@ class SchedulerConfig:
     """Token budget of a step, at least `max_num_seqs` so that every running request can decode."""
     max_model_len: int
     max_num_mixed_tokens: int | None = None
-    """Token budget of a step in which requests decode, which all wait for what it computes of prompts; None is that of other steps.
-    Prompts go on by at least a block, where the step's budget allows."""
+    """Token budget of a step in which requests decode; None is that of other steps. Prompts go on by at least a block in it."""
     max_num_scored_tokens: int = 512
     """Most positions of a step whose logits are kept for `prompt_logprobs`: a row of the vocabulary's size each."""
     eos_token_ids: frozenset[int] = frozenset()
