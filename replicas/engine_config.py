@@ -61,9 +61,9 @@ class EngineConfig:
     """Token budget of one step; None measures the device and keeps a full step under `max_step_s`, and one in which requests decode
     under `max_mixed_step_s`."""
     max_step_s: float = 0.25
-    max_mixed_step_s: float = 0.075
-    """Aims at this gap between two tokens of a stream while prompts are computed beside it, with a budget of at least `max_num_seqs` and
-    a block; without effect where `max_num_batched_tokens` is given."""
+    max_mixed_step_s: float = 0.05
+    """Aims at this gap between two tokens of a stream while prompts are computed beside it, of which each step takes a block at least;
+    without effect where `max_num_batched_tokens` is given."""
     block_size: int = 16
     kv_cache_bytes: int | None = None
     """Bytes of KV on a CPU; None takes a share of the memory that is free at start. On CUDA it overrides

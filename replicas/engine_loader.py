@@ -194,11 +194,11 @@ class _DryRun:
         return torch.cat(rows)
 
     def budgets_for(self, config: EngineConfig) -> tuple[int, int]:
-        """Tokens that steps compute within `max_step_s` and `max_mixed_step_s`, measured; never so few that decodes starve prefill."""
+        """Tokens that steps compute within `max_step_s` and `max_mixed_step_s`, measured; at least 128, and a block."""
         rate = self._tokens_per_s(config.max_step_s)
         blocks, mixed_blocks = (int(rate * s) // self._block_size for s in (config.max_step_s, config.max_mixed_step_s))
         budget = max(min(blocks * self._block_size, MAX_BUDGET_TOKENS), MIN_BUDGET_TOKENS, 2 * config.max_num_seqs)
-        return budget, min(budget, max(mixed_blocks * self._block_size, config.max_num_seqs + self._block_size))
+        return budget, min(budget, max(mixed_blocks, 1) * self._block_size)
 
     def _tokens_per_s(self, max_step_s: float) -> float:
         """Of the fastest prefill step that takes about as long, or of a shorter one."""
