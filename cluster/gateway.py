@@ -15,10 +15,19 @@ from cluster.model_registry import ModelRegistry
 from cluster.serve_backend import ServeBackend
 from replicas.engine_config import Role
 from replicas.handles import over_grpc
+from replicas.heap import freeze_heap
 from replicas.logs import start_logging
+from replicas.text.tokenizer import Tokenizer
 
 # More than any queue limit: the router decides who waits, and answers 429 itself.
 MAX_ONGOING_REQUESTS = 1_000_000
+
+
+def load_tokenizer(source: str) -> Tokenizer:
+    """As `Tokenizer.load`, which imports transformers, and keeps all of that out of garbage collections."""
+    tokenizer = Tokenizer.load(source)
+    freeze_heap()
+    return tokenizer
 
 
 @serve.deployment(
@@ -36,7 +45,7 @@ class Gateway:
         self._config = config
         pools = {name: {role: over_grpc(handle) for role, handle in handles.items()} for name, handles in replicas.items()}
         self._backend = ServeBackend(over_grpc(router), pools)
-        self._models = ModelRegistry(tuple(replicas), self._backend)
+        self._models = ModelRegistry(tuple(replicas), self._backend, load_tokenizer=load_tokenizer)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._backend, self._config, self._models, GatewayMetrics(), sends_request_id=False)

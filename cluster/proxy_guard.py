@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.body_ahead import BodyAhead
 from cluster.errors import BadRequest, answer_for
+from replicas.heap import freeze_heap
 
 
 class HeaderGuard:
@@ -30,7 +31,8 @@ class HeaderGuard:
 
 
 def middlewares() -> list[Middleware]:
-    """For Serve's proxy."""
+    """For Serve's proxy, which asks once, when it starts."""
+    freeze_heap()
     return [Middleware(HeaderGuard), Middleware(BodyAhead)]
 
 

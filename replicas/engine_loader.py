@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import logging
 import time
@@ -20,6 +19,7 @@ from replicas.cuda_graphs import GraphedRunner
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig, Quantization
 from replicas.handoff_wiring import HandoffWiring, RemoteWiring
+from replicas.heap import freeze_heap
 from replicas.kv_sizing import KVSize
 from replicas.model_description import ModelDescription
 from replicas.model_loader import LoadedModel, ModelChoice, choose_model, load_model
@@ -143,9 +143,7 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
     handoffs = None
     if wiring is not None:
         handoffs = wiring.attach(config, scheduler, rank, fingerprint, NoOtherRanks() if leader is None else leader.transfers)
-    # What was made so far stays for good: keeping it out of collections spares each of them the walk over the model.
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     return Engine(
         scheduler=scheduler,
         runner=runner,

@@ -11,6 +11,7 @@ import ray
 from ray import serve
 from ray.util import metrics
 
+from replicas.heap import freeze_heap
 from replicas.logs import start_logging
 from replicas.reporter import longest_silence_s
 from replicas.stats import ReplicaReport, ReportReply
@@ -65,6 +66,7 @@ class RouterDeployment:
             asyncio.create_task(self._bury(), name="liveness monitor"),
             asyncio.create_task(self._export_metrics(), name="metrics"),
         ]
+        freeze_heap()
 
     async def deliver(self, batch: Batch) -> Answers:
         """What a gateway has to tell and to ask. Answers at once: what has to wait comes by `wait_answers`."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from replicas.heap import freeze_heap
 from replicas.parallel.channel import Channel, ChannelClosed, Kind, RankAddress, connect
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def _serve(
 
             follower = Follower(setup, address, channel, extra_transports)
             stack.callback(follower.close)
+            freeze_heap()
             channel.send(Kind.READY, str(follower).encode())
             while (message := work.next()) is not None:
                 follower.obey(*message)
