@@ -61,7 +61,7 @@ class EngineConfig:
     """Token budget of one step; None measures the device and keeps a full step under `max_step_s`, and one in which requests decode
     under `max_mixed_step_s`."""
     max_step_s: float = 0.25
-    max_mixed_step_s: float = 0.05
+    max_mixed_step_s: float = 0.04
     """Aims at this gap between two tokens of a stream while prompts are computed beside it, of which each step takes a block at least;
     without effect where `max_num_batched_tokens` is given."""
     block_size: int = 16
