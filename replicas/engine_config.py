@@ -63,7 +63,7 @@ class EngineConfig:
     max_step_s: float = 0.25
     max_mixed_step_s: float = 0.04
     """Aims at this gap between two tokens of a stream while prompts are computed beside it, of which each step takes a block at least;
-    without effect where `max_num_batched_tokens` is given."""
+    more urgent prompts go ahead. Without effect where `max_num_batched_tokens` is given."""
     block_size: int = 16
     kv_cache_bytes: int | None = None
     """Bytes of KV on a CPU; None takes a share of the memory that is free at start. On CUDA it overrides

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvcache.block_pool import BlockPool
 from kvcache.prefix_cache import PrefixCache
+from replicas.prompt_budget import PromptBudget
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected
 from replicas.request_state import RequestState, RequestStatus
 from replicas.step_plan import ScheduledChunk, StepPlan
@@ -28,7 +29,7 @@ class SchedulerConfig:
     """Token budget of a step, at least `max_num_seqs` so that every running request can decode."""
     max_model_len: int
     max_num_mixed_tokens: int | None = None
-    """Token budget of a step in which requests decode; None is that of other steps. Prompts go on by at least a block in it."""
+    """Token budget of a step in which requests decode; None is that of other steps."""
     max_num_scored_tokens: int = 512
     """Most positions of a step whose logits are kept for `prompt_logprobs`: a row of the vocabulary's size each."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -166,17 +167,15 @@ class Scheduler:
                 num_preemptions += self._grow(state)
                 if state.status is RequestStatus.RUNNING:
                     budget -= self._schedule_chunk(state, budget, chunks, published)
-        if chunks and (mixed := self.config.max_num_mixed_tokens) is not None:
-            budget = min(budget, max(mixed - len(chunks), self.pool.block_size))
+        prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, [chunk.state for chunk in chunks])
         for state in catching_up:
-            if state.status is RequestStatus.RUNNING and budget > 0 and not state.is_loading:
-                budget -= self._schedule_chunk(state, budget, chunks, published)
-        while budget > 0 and self._waiting and num_preemptions == 0:
-            head = self._waiting[0]
+            if state.status is RequestStatus.RUNNING and not state.is_loading and (num_left := prompts.left_for(state)):
+                prompts.take(self._schedule_chunk(state, num_left, chunks, published))
+        while self._waiting and num_preemptions == 0 and (num_left := prompts.left_for(head := self._waiting[0])):
             if not self._try_admit(head):
                 break
             if not head.is_loading:
-                budget -= self._schedule_chunk(head, budget, chunks, published)
+                prompts.take(self._schedule_chunk(head, num_left, chunks, published))
         return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions)
 
     def update(self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None) -> list[RequestProgress]:

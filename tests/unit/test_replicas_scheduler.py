@@ -75,6 +75,17 @@ def test_prompt_goes_on_by_a_block_beside_more_decodes_than_the_mixed_budget() -
         assert _shape(_step(scheduler)[0])[3:] == [("d", start, 4)]
 
 
+def test_prompt_more_urgent_than_all_decodes_takes_the_whole_budget_and_less_urgent_ones_wait() -> None:
+    scheduler = _scheduler(budget=32, mixed_budget=10)
+    scheduler.add(_request("batch", 4, priority=2))
+    _step(scheduler)
+    scheduler.add(_request("same", 20, first=30, priority=2))
+    scheduler.add(_request("urgent", 20, first=60, priority=1))
+    assert _shape(_step(scheduler)[0]) == [("batch", 4, 1), ("urgent", 0, 20)], "what the mixed budget allows is used up"
+    scheduler.add(_request("later", 20, first=90, priority=1))
+    assert _shape(_step(scheduler)[0]) == [("urgent", 20, 1), ("batch", 5, 1), ("later", 0, 8)], "an equal one decodes"
+
+
 def test_step_mixes_decode_and_prefill_in_one_budget() -> None:
     scheduler = _scheduler(budget=10)
     scheduler.add(_request("a", 4))
@@ -328,9 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, data: st.DataObject) -> None:
         decoding = {state.request.key for state in self.scheduler.running if state.is_decoding}
         plan = self.scheduler.schedule()
-        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
-        num_decodes = sum(chunk.state.request.key in decoding for chunk in plan.chunks)
-        assert num_tokens <= (max(self.MIXED_BUDGET, num_decodes + self.BLOCK_SIZE) if num_decodes else self.BUDGET)
+        self._check_budget(plan, decoding)
         self._write(plan)
         tokens = [[data.draw(st.sampled_from([3, 4, 5, EOS]))] for chunk in plan.chunks if chunk.samples]
         self._record(self.scheduler.update(plan, tokens))
@@ -338,6 +347,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step_that_fails(self) -> None:
         self._record(self.scheduler.fail_step(self.scheduler.schedule(), "failed"))
+
+    def _check_budget(self, plan: StepPlan, decoding: set[RequestKey]) -> None:
+        assert sum(chunk.num_tokens for chunk in plan.chunks) <= self.BUDGET
+        decodes = [chunk.state.request.priority for chunk in plan.chunks if chunk.state.request.key in decoding]
+        if decodes:
+            prompts = [chunk for chunk in plan.chunks if chunk.state.request.key not in decoding]
+            held_back = sum(chunk.num_tokens for chunk in prompts if chunk.state.request.priority >= min(decodes))
+            ahead = sum(chunk.num_tokens for chunk in prompts) - held_back
+            assert held_back <= max(0, max(self.MIXED_BUDGET - len(decodes), self.BLOCK_SIZE) - ahead)
 
     def _write(self, plan: StepPlan) -> None:
         """All writes first, then every chunk must find exactly its own history in its blocks."""
