@@ -29,7 +29,7 @@ class SchedulerConfig:
     """Token budget of a step, at least `max_num_seqs` so that every running request can decode."""
     max_model_len: int
     max_num_mixed_tokens: int | None = None
-    """Token budget of a step in which requests decode; None is that of other steps."""
+    """Token budget of a step in which requests decode, see `PromptBudget`; None is that of other steps."""
     max_num_scored_tokens: int = 512
     """Most positions of a step whose logits are kept for `prompt_logprobs`: a row of the vocabulary's size each."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -158,24 +158,25 @@ class Scheduler:
         chunks: list[ScheduledChunk] = []
         published: list[int] = []
         # A victim is always less urgent than the request that needs its blocks, and so not in this plan yet.
-        decoding: list[RequestState] = []
-        catching_up: list[RequestState] = []
-        for state in self._running:
-            (decoding if state.is_decoding else catching_up).append(state)
+        decoding = [state for state in self._running if state.is_decoding]
+        catching_up = [state for state in self._running if not state.is_decoding]
         for state in decoding:
             if state.status is RequestStatus.RUNNING and budget > 0:
                 num_preemptions += self._grow(state)
                 if state.status is RequestStatus.RUNNING:
                     budget -= self._schedule_chunk(state, budget, chunks, published)
-        prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, [chunk.state for chunk in chunks])
+        streaming = [chunk.state for chunk in chunks if chunk.state.num_output_tokens]  # a prompt's last token has no gap to keep
+        prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, streaming)
         for state in catching_up:
             if state.status is RequestStatus.RUNNING and not state.is_loading and (num_left := prompts.left_for(state)):
-                prompts.take(self._schedule_chunk(state, num_left, chunks, published))
-        while self._waiting and num_preemptions == 0 and (num_left := prompts.left_for(head := self._waiting[0])):
-            if not self._try_admit(head):
+                prompts.take(state, self._schedule_chunk(state, num_left, chunks, published))
+        while self._waiting and num_preemptions == 0:
+            head = self._waiting[0]
+            num_left = prompts.left_for(head)
+            if not (num_left or head.awaits_load) or not self._try_admit(head):
                 break
             if not head.is_loading:
-                prompts.take(self._schedule_chunk(head, num_left, chunks, published))
+                prompts.take(head, self._schedule_chunk(head, num_left, chunks, published))
         return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions)
 
     def update(self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None) -> list[RequestProgress]:

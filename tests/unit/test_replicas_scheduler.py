@@ -75,15 +75,34 @@ def test_prompt_goes_on_by_a_block_beside_more_decodes_than_the_mixed_budget() -
         assert _shape(_step(scheduler)[0])[3:] == [("d", start, 4)]
 
 
-def test_prompt_more_urgent_than_all_decodes_takes_the_whole_budget_and_less_urgent_ones_wait() -> None:
+def test_prompt_more_urgent_than_all_decodes_is_not_held_back() -> None:
     scheduler = _scheduler(budget=32, mixed_budget=10)
     scheduler.add(_request("batch", 4, priority=2))
     _step(scheduler)
     scheduler.add(_request("same", 20, first=30, priority=2))
     scheduler.add(_request("urgent", 20, first=60, priority=1))
-    assert _shape(_step(scheduler)[0]) == [("batch", 4, 1), ("urgent", 0, 20)], "what the mixed budget allows is used up"
+    assert _shape(_step(scheduler)[0]) == [("batch", 4, 1), ("urgent", 0, 20), ("same", 0, 9)], "what is left of both budgets"
     scheduler.add(_request("later", 20, first=90, priority=1))
     assert _shape(_step(scheduler)[0]) == [("urgent", 20, 1), ("batch", 5, 1), ("later", 0, 8)], "an equal one decodes"
+
+
+def test_last_token_of_a_prompt_holds_no_other_prompt_back() -> None:
+    scheduler = _scheduler(budget=8, mixed_budget=1)
+    scheduler.add(_request("a", 9))
+    _step(scheduler)
+    scheduler.add(_request("b", 20, first=30))
+    assert _shape(_step(scheduler)[0]) == [("a", 8, 1), ("b", 0, 7)]
+
+
+def test_request_that_computes_nothing_gets_its_blocks_beside_a_full_mixed_step() -> None:
+    scheduler = _scheduler(budget=32, mixed_budget=5)
+    scheduler.add(_request("a", 4))
+    _step(scheduler)
+    scheduler.add(_request("b", 40, first=30))
+    scheduler.add(_request("pulled", 20, first=80))
+    scheduler.expect_load(RequestKey("pulled", 0))
+    assert _shape(_step(scheduler)[0]) == [("a", 4, 1), ("b", 0, 4)]
+    assert [state.request.request_id for state in scheduler.take_loads()] == ["pulled"]
 
 
 def test_step_mixes_decode_and_prefill_in_one_budget() -> None:
@@ -339,6 +358,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, data: st.DataObject) -> None:
         decoding = {state.request.key for state in self.scheduler.running if state.is_decoding}
         plan = self.scheduler.schedule()
+        prompts = [state for state in self.scheduler.running if state.request.key not in decoding]
+        assert not prompts or any(chunk.state is prompts[0] for chunk in plan.chunks), "the most urgent prompt stands still"
         self._check_budget(plan, decoding)
         self._write(plan)
         tokens = [[data.draw(st.sampled_from([3, 4, 5, EOS]))] for chunk in plan.chunks if chunk.samples]
@@ -350,12 +371,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_budget(self, plan: StepPlan, decoding: set[RequestKey]) -> None:
         assert sum(chunk.num_tokens for chunk in plan.chunks) <= self.BUDGET
-        decodes = [chunk.state.request.priority for chunk in plan.chunks if chunk.state.request.key in decoding]
-        if decodes:
-            prompts = [chunk for chunk in plan.chunks if chunk.state.request.key not in decoding]
-            held_back = sum(chunk.num_tokens for chunk in prompts if chunk.state.request.priority >= min(decodes))
-            ahead = sum(chunk.num_tokens for chunk in prompts) - held_back
-            assert held_back <= max(0, max(self.MIXED_BUDGET - len(decodes), self.BLOCK_SIZE) - ahead)
+        states = [chunk.state for chunk in plan.chunks if chunk.state.request.key in decoding and chunk.state.num_output_tokens]
+        if states:
+            priority = min(state.request.priority for state in states)
+            held_back = [chunk for chunk in plan.chunks if chunk.is_prefill and chunk.state.request.priority >= priority]
+            assert sum(chunk.num_tokens for chunk in held_back) <= max(self.MIXED_BUDGET - len(states), self.BLOCK_SIZE)
 
     def _write(self, plan: StepPlan) -> None:
         """All writes first, then every chunk must find exactly its own history in its blocks."""
