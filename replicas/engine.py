@@ -166,6 +166,7 @@ class Engine:
             num_prefill_tokens=num_prefill,
             num_decode_tokens=plan.num_tokens - num_prefill,
             num_preemptions=plan.num_preemptions,
+            cuts_a_prompt=plan.cuts_a_prompt,
             step_s=self._clock() - start_s,
         )
         self._statistics.add(output)

@@ -116,6 +116,8 @@ class StepOutput:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_preemptions: int = 0
+    cuts_a_prompt: bool = False
+    """Whether the step took in as many tokens of prompts as it might, and left some."""
     step_s: float = 0.0
 
 

@@ -44,7 +44,7 @@ class ReplicaStats:
     num_cached_blocks: int = 0
     """Findable by prefix, held or free."""
     prefill_tokens_per_s: float | None = None
-    """Measured (EWMA over steps); None before the first prefill."""
+    """At which prompts come in, beside the decodes of late as well (EWMA over steps); None before the first prefill."""
     decode_step_s: float | None = None
     """Measured seconds of a decode-only step (EWMA); None before the first."""
     transfer_tokens_per_s: float | None = None

@@ -35,3 +35,8 @@ class StepPlan:
     @property
     def num_prefill_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks if chunk.is_prefill)
+
+    @property
+    def cuts_a_prompt(self) -> bool:
+        """Whether a prompt goes on in a later step, because this one has no more room for it."""
+        return any(chunk.is_prefill and not chunk.samples for chunk in self.chunks)

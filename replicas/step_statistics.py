@@ -37,6 +37,9 @@ class StepStatistics:
             return
         if output.num_prefill_tokens == 0:
             self._decode_step_s = _smooth(self._decode_step_s, output.step_s)
+        elif output.cuts_a_prompt and output.num_decode_tokens:
+            # Held back for the decodes beside it: so fast a prompt comes in now, and whoever waits for it waits that long.
+            self._prefill_tokens_per_s = _smooth(self._prefill_tokens_per_s, output.num_prefill_tokens / output.step_s)
         elif output.num_prefill_tokens >= 4 * output.num_decode_tokens:
             # A step with few prefill tokens costs about what its decodes cost, and says nothing of the prefill rate.
             self._prefill_tokens_per_s = _smooth(self._prefill_tokens_per_s, num_tokens / output.step_s)

@@ -98,6 +98,7 @@ class EchoEngine:
             num_prefill_tokens=plan.num_prefill_tokens,
             num_decode_tokens=plan.num_tokens - plan.num_prefill_tokens,
             num_preemptions=plan.num_preemptions,
+            cuts_a_prompt=plan.cuts_a_prompt,
             step_s=0.001,
         )
 

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from replicas.request import StepOutput
+from replicas.step_statistics import SMOOTHING, StepStatistics
+
+
+def _rate_after(*steps: StepOutput) -> float | None:
+    statistics = StepStatistics()
+    for step in steps:
+        statistics.add(step)
+    return statistics.snapshot().prefill_tokens_per_s
+
+
+ALONE = StepOutput(num_prefill_tokens=400, cuts_a_prompt=True, step_s=0.25)  # 1,600 a second
+
+
+def test_prefill_rate_is_that_of_the_first_step_and_then_smoothed() -> None:
+    assert _rate_after() is None
+    assert _rate_after(ALONE) == pytest.approx(1600.0)
+    slower = StepOutput(num_prefill_tokens=396, num_decode_tokens=4, step_s=0.5)  # 800 a second, its few decodes counted
+    assert _rate_after(ALONE, slower) == pytest.approx(1600.0 + SMOOTHING * (800.0 - 1600.0))
+
+
+def test_prefill_rate_falls_to_what_decodes_leave_of_steps_that_cut_prompts() -> None:
+    held_back = StepOutput(num_prefill_tokens=16, num_decode_tokens=32, cuts_a_prompt=True, step_s=0.05)  # 320 a second
+    assert _rate_after(held_back) == pytest.approx(320.0)
+    assert _rate_after(ALONE, *[held_back] * 60) == pytest.approx(320.0, rel=0.01)
+    assert _rate_after(ALONE, *[held_back] * 60, *[ALONE] * 60) == pytest.approx(1600.0, rel=0.01)
+
+
+def test_short_prompt_beside_many_decodes_says_nothing_of_the_prefill_rate() -> None:
+    whole = StepOutput(num_prefill_tokens=16, num_decode_tokens=32, step_s=0.05)
+    assert _rate_after(whole) is None
+    assert _rate_after(ALONE, whole) == pytest.approx(1600.0)
