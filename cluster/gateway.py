@@ -24,7 +24,8 @@ MAX_ONGOING_REQUESTS = 1_000_000
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """As `Tokenizer.load`, which imports transformers, and keeps all of that out of garbage collections."""
+    """As `Tokenizer.load`, which imports transformers, and keeps all of that out of garbage collections. Stops the process for some tenths
+    of a second, once for each model."""
     tokenizer = Tokenizer.load(source)
     freeze_heap()
     return tokenizer

@@ -23,6 +23,7 @@ from replicas.cores import CoreClaim, CoreDemand, threads_of_engine, try_claim_c
 from replicas.engine_config import LOOPBACK, EngineConfig
 from replicas.engine_metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS_BOUNDS, EngineMetrics
 from replicas.handles import over_grpc
+from replicas.heap import freeze_heap
 from replicas.logs import start_logging
 from replicas.model_description import ModelDescription
 from replicas.parallel.channel import RankAddress
@@ -127,6 +128,7 @@ class ReplicaDeployment:
         engine = load_engine(self._config, wiring, self._launcher)
         self._description = engine.description
         self._check_ranks = engine.check_ranks
+        freeze_heap()
         return engine
 
     def _note_step(self, output: StepOutput) -> None:

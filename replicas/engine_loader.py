@@ -19,7 +19,6 @@ from replicas.cuda_graphs import GraphedRunner
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig, Quantization
 from replicas.handoff_wiring import HandoffWiring, RemoteWiring
-from replicas.heap import freeze_heap
 from replicas.kv_sizing import KVSize
 from replicas.model_description import ModelDescription
 from replicas.model_loader import LoadedModel, ModelChoice, choose_model, load_model
@@ -71,7 +70,7 @@ def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None, launc
     try:
         return _load(config, choice, wiring, launcher)
     except NativeMismatch as error:
-        if choice.rounds_activations:
+        if choice.rounds_activations(config.quantization):
             logger.warning("loading again with activations that are not rounded: %s", error)
             return load_engine(replace(config, round_activations=False), wiring, launcher)
         if config.quantization is not None:
@@ -143,7 +142,6 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
     handoffs = None
     if wiring is not None:
         handoffs = wiring.attach(config, scheduler, rank, fingerprint, NoOtherRanks() if leader is None else leader.transfers)
-    freeze_heap()
     return Engine(
         scheduler=scheduler,
         runner=runner,
@@ -192,7 +190,8 @@ class _DryRun:
         return torch.cat(rows)
 
     def budgets_for(self, config: EngineConfig) -> tuple[int, int]:
-        """Tokens that steps compute within `max_step_s` and `max_mixed_step_s`, measured; at least 128, and a block."""
+        """Tokens that steps compute in about `max_step_s` and `max_mixed_step_s`, measured: the budget, at least 128 and twice
+        `max_num_seqs`, and that of mixed steps, at least a block."""
         rate = self._tokens_per_s(config.max_step_s)
         blocks, mixed_blocks = (int(rate * s) // self._block_size for s in (config.max_step_s, config.max_mixed_step_s))
         budget = max(min(blocks * self._block_size, MAX_BUDGET_TOKENS), MIN_BUDGET_TOKENS, 2 * config.max_num_seqs)
@@ -274,8 +273,8 @@ def _log_choices(
     reason = "configured"
     if mixed_budget is not None:
         reason = (
-            f"measured to keep a step under {config.max_step_s} s; {mixed_budget} beside decodes, to keep those under "
-            f"{config.max_mixed_step_s} s; or the least that lets prompts go on"
+            f"measured to take about {config.max_step_s} s; {mixed_budget} where requests decode, for about {config.max_mixed_step_s} s, "
+            "and never less than lets prompts go on"
         )
     logger.info(
         "max_model_len %d: room for %.1f such requests at once; max_num_seqs %d; %d tokens a step (%s); %d threads",

@@ -26,9 +26,12 @@ class ThreadLauncher:
 
 
 class ThisProcess(OwnProcess):
-    """Shared with the test: a rank may neither end it nor quieten it."""
+    """Shared with the test: a rank may not end, quieten or freeze it."""
 
     def end(self) -> None:
+        pass
+
+    def freeze_heap(self) -> None:
         pass
 
     def set_log_level(self, level: int) -> None:

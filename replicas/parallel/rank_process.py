@@ -62,6 +62,9 @@ class OwnProcess:
         """At once: rank 0 has gone, and whatever else runs here may wait for it."""
         os._exit(1)
 
+    def freeze_heap(self) -> None:
+        freeze_heap()
+
     def set_log_level(self, level: int) -> None:
         logging.getLogger("replicas").setLevel(level)
 
@@ -93,7 +96,7 @@ def _serve(
 
             follower = Follower(setup, address, channel, extra_transports)
             stack.callback(follower.close)
-            freeze_heap()
+            process.freeze_heap()
             channel.send(Kind.READY, str(follower).encode())
             while (message := work.next()) is not None:
                 follower.obey(*message)

@@ -3,8 +3,6 @@ from __future__ import annotations
 import gc
 import weakref
 
-from cluster.gateway import load_tokenizer
-from replicas.default_model import prepare_default_model
 from replicas.heap import freeze_heap
 
 
@@ -27,7 +25,13 @@ def test_frozen_heap_holds_what_exists_and_no_garbage() -> None:
     assert any(each is later for each in gc.get_objects())
 
 
-def test_tokenizer_of_a_gateway_is_out_of_collections() -> None:
-    tokenizer = load_tokenizer(str(prepare_default_model()))
-    assert tokenizer.decode(tokenizer.encode("out of the way")) == "out of the way"
-    assert not any(each is tokenizer for each in gc.get_objects())
+def test_heap_frozen_again_loses_what_became_garbage_since() -> None:
+    cycle = _Node()
+    cycle.other = cycle
+    ending = weakref.ref(cycle)
+    freeze_heap()
+    del cycle
+    gc.collect()
+    assert ending() is not None, "out of reach of collections"
+    freeze_heap()
+    assert ending() is None
