@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--devices-per-replica", type=int, help="default: as few as hold the weights in half of their memory")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2_048)
+    parser.add_argument("--max-num-mixed-tokens", type=int, help="of a step in which requests decode; as of others by default")
     parser.add_argument("--max-wait", type=float, help="shed requests that would wait longer, in seconds")
     parser.add_argument("--no-deadlines", action="store_true", help="requests carry no TTFT limit as their deadline")
     parser.add_argument("--seed", type=int, default=0)
@@ -89,6 +90,7 @@ def _simulate(options: argparse.Namespace) -> None:
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_mixed_tokens=options.max_num_mixed_tokens,
         speedup=options.speedup,
         has_deadlines=not options.no_deadlines,
         seed=options.seed,

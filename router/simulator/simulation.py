@@ -43,6 +43,8 @@ class SimulationConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2_048
     """Token budget of a step; 2,048 keeps steps of an 8B model on an H100 under the TPOT limit."""
+    max_num_mixed_tokens: int | None = None
+    """That of a step in which requests decode, as engines measure it by default; None: no other."""
     prefill_max_num_batched_tokens: int | None = None
     """The same in the prefill pool, where no decode waits for a step; None: no other."""
     speedup: float = 1.0
@@ -111,6 +113,7 @@ class Simulation:
         scheduler_config = SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+            max_num_mixed_tokens=config.max_num_mixed_tokens,
             max_model_len=max_model_len,
         )
         num_prefill_tokens = max(config.prefill_max_num_batched_tokens or config.max_num_batched_tokens, config.max_num_seqs)

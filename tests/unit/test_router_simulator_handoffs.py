@@ -111,6 +111,15 @@ def test_decode_steps_are_not_held_up_by_long_prompts_of_others() -> None:
     assert worst[2] < worst[0] / 2
 
 
+def test_small_budget_of_mixed_steps_keeps_decode_steps_short_without_pools() -> None:
+    trace = [replace(request, num_output_tokens=min(60, request.num_output_tokens)) for request in read_trace(SYNTHETIC, 512, 60)]
+    worst = {}
+    for num_tokens in (None, 512):
+        outcomes = simulate(trace, 0, 4, speedup=4.0, max_num_batched_tokens=8_192, max_num_mixed_tokens=num_tokens).outcomes
+        worst[num_tokens] = sorted(outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None)[-6]
+    assert worst[512] < worst[None] / 2
+
+
 def test_command_line_takes_pools(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     arguments = ["--trace", str(SYNTHETIC), "--limit", "6", "--mode", "disaggregated", "--prefill", "1", "--decode", "1"]
     assert main([*arguments, "--bandwidth", "1e10"]) == 0
