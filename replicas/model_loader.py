@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from replicas.default_model import prepare_default_model
-from replicas.engine_config import EngineConfig
+from replicas.engine_config import EngineConfig, Quantization
 from replicas.model_support import UnsupportedModel, check_supported
 from replicas.native.build import NativeUnavailable, load_native_library, variant_of
 from replicas.native.decoder import why_not_native
@@ -39,10 +39,12 @@ class ModelChoice:
     native_library: ctypes.CDLL | None
     """The kernels that can run this model's whole step, if they can."""
 
-    @property
-    def rounds_activations(self) -> bool:
-        """Whether the steps may compute with rounded activations."""
-        return self.native_library is not None and self.dtype is torch.bfloat16 and variant_of(self.native_library).rounds_activations
+    def rounds_activations(self, quantization: Quantization | None) -> bool:
+        """Whether steps with weights in `dtype`, or quantized, compute with rounded activations."""
+        if self.native_library is None or self.dtype is not torch.bfloat16:
+            return False
+        variant = variant_of(self.native_library)
+        return variant.rounds_for_bfloat16 if quantization is None else variant.rounds_for_quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

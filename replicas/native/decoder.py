@@ -105,7 +105,7 @@ class NativeDecoder:
     """Owns the packed weights and the scratch memory of one model, and runs its steps; behind the ModelRunner contract.
 
     Weights and KV are float32 or bfloat16, activations and all sums float32, so bfloat16 needs no hardware for it; a variant of
-    the kernels that has the hardware rounds what bfloat16 and quantized weights multiply (`InstructionSet.rounds_activations`). With a
+    the kernels that has the hardware rounds what these or quantized weights multiply (`InstructionSet`). With a
     quantization the weights of all linears are integers instead. A row's logits are the same to the bit whatever else is in the
     step. The plain twin is `model_runner.TransformersRunner`, over weights that `packing.unpack` gives.
     """

@@ -14,8 +14,14 @@ class InstructionSet:
     name: str
     compiler_flags: tuple[str, ...]
     cpu_flags: frozenset[str]
-    rounds_activations: bool = False
-    """Whether quantized weights multiply activations of 16 bits; with avx512_bf16, bfloat16 weights multiply rounded ones too."""
+    rounds_for_quantized: bool = False
+    """Whether quantized weights multiply activations of 16 bits."""
+    rounds_for_bfloat16: bool = False
+    """Whether bfloat16 weights multiply activations rounded to bfloat16."""
+
+    @property
+    def rounds_activations(self) -> bool:
+        return self.rounds_for_quantized or self.rounds_for_bfloat16
 
 
 PLAIN = InstructionSet("plain", (), frozenset())
@@ -23,12 +29,16 @@ PLAIN = InstructionSet("plain", (), frozenset())
 AVX2 = InstructionSet("avx2", ("-march=x86-64-v3",), frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}))
 AVX512 = InstructionSet("avx512", ("-march=x86-64-v4",), AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 AVX512_VNNI = InstructionSet(
-    "avx512_vnni", (*AVX512.compiler_flags, "-mavx512vnni"), AVX512.cpu_flags | {"avx512_vnni"}, rounds_activations=True
+    "avx512_vnni", (*AVX512.compiler_flags, "-mavx512vnni"), AVX512.cpu_flags | {"avx512_vnni"}, rounds_for_quantized=True
 )
 AVX512_BF16 = InstructionSet(
-    "avx512_bf16", (*AVX512_VNNI.compiler_flags, "-mavx512bf16"), AVX512_VNNI.cpu_flags | {"avx512_bf16"}, rounds_activations=True
+    "avx512_bf16",
+    (*AVX512_VNNI.compiler_flags, "-mavx512bf16"),
+    AVX512_VNNI.cpu_flags | {"avx512_bf16"},
+    rounds_for_quantized=True,
+    rounds_for_bfloat16=True,
 )
-EMULATED = InstructionSet("emulated", ("-O1", "-DMANTA_EMULATE"), frozenset(), rounds_activations=True)
+EMULATED = InstructionSet("emulated", ("-O1", "-DMANTA_EMULATE"), frozenset(), rounds_for_quantized=True, rounds_for_bfloat16=True)
 """The arithmetic of AVX512_BF16 written out, for tests on a CPU that lacks it; far too slow to serve."""
 BEST_FIRST = (AVX512_BF16, AVX512_VNNI, AVX512, AVX2, PLAIN)
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
+from pathlib import Path
 
+import pytest
 import torch
 
+from replicas.native import build
 from replicas.native.decoder import as_struct
-from replicas.native.isa import AVX512_BF16, EMULATED, InstructionSet
+from replicas.native.isa import InstructionSet
 from replicas.native.packing import Element, PackedLinear, padded
 
 
@@ -25,7 +30,23 @@ def multiply(library: ctypes.CDLL, a_MK: torch.Tensor, packed: PackedLinear, num
 
 def as_multiplied(a_MK: torch.Tensor, element: Element, isa: InstructionSet) -> torch.Tensor:
     """float32 [M, K]: what a variant of the kernels makes of its activations before weights of this type multiply them."""
-    if element.is_quantized and isa.rounds_activations:
+    if element.is_quantized and isa.rounds_for_quantized:
         most_M1 = a_MK.abs().amax(-1, keepdim=True)
         return (a_MK * (32639 / most_M1)).round() * (most_M1 / 32639)
-    return a_MK.bfloat16().float() if element is Element.BFLOAT16 and isa in (AVX512_BF16, EMULATED) else a_MK
+    return a_MK.bfloat16().float() if element is Element.BFLOAT16 and isa.rounds_for_bfloat16 else a_MK
+
+
+def assembly_of_tile(isa: InstructionSet, element: str, folder: Path) -> str:
+    """What the compiler makes of a tile of `matmul.h` over `manta::<element>`. Skips the test where it knows no such instructions."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    source = folder / "tile.cpp"
+    source.write_text("#include <omp.h>\n")
+    command = [str(compiler), *build.FLAGS, *isa.compiler_flags, f"-I{build.SOURCE.parent}", "-S", "-O1", str(source), "-o", "-"]
+    if compiler is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"waits for a compiler with OpenMP that knows {isa.compiler_flags[-1]}")
+    source.write_text(
+        '#include "matmul.h"\n'
+        "template void manta::multiply_panels<1>(const float*, const manta::Tiles&, int64_t, int64_t, "
+        f"const manta::PackedWeight<manta::{element}>&, int64_t, float*);"
+    )
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import shutil
 import struct
-import subprocess
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from replicas.engine import Engine
 from replicas.engine_config import EngineConfig
-from replicas.native import build
 from replicas.native.build import load_native_library, variant_of
 from replicas.native.decoder import NativeDecoder
 from replicas.native.isa import AVX512_BF16, EMULATED, PLAIN, cpu_flags
@@ -28,7 +25,7 @@ from replicas.native.packing import Element, pack
 from replicas.sampling_params import SamplingParams
 from tests.engine_harness import requests_for, run
 from tests.tiny_models import save_tiny_model, tiny_prompts
-from tests.unit.native_kernels import multiply
+from tests.unit.native_kernels import assembly_of_tile, multiply
 
 LANES = 16
 LEAST_NORMAL = Fraction(2) ** -126
@@ -141,19 +138,7 @@ def test_multiply_adds_pairs_of_k_in_ascending_order(library: ctypes.CDLL, num_r
 
 
 def test_the_tile_compiles_to_the_instruction(tmp_path: Path) -> None:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    source = tmp_path / "tile.cpp"
-    source.write_text("")
-    command = [str(compiler), *build.FLAGS, *AVX512_BF16.compiler_flags, f"-I{build.SOURCE.parent}", "-S", "-O1", str(source), "-o", "-"]
-    if compiler is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("waits for a compiler that knows -mavx512bf16")
-    source.write_text(
-        '#include "matmul.h"\n'
-        "template void manta::multiply_panels<1>(const float*, const manta::Tiles&, int64_t, int64_t, "
-        "const manta::PackedWeight<manta::BFloat16Element>&, int64_t, float*);"
-    )
-    assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "vdpbf16ps" in assembly
+    assert "vdpbf16ps" in assembly_of_tile(AVX512_BF16, "BFloat16Element", tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.native import build
 from replicas.native.build import load_native_library, variant_of
 from replicas.native.isa import AVX512_BF16, AVX512_VNNI, EMULATED, cpu_flags
 from replicas.native.packing import Element, pack, unpack
-from tests.unit.native_kernels import as_multiplied, multiply
+from tests.unit.native_kernels import as_multiplied, assembly_of_tile, multiply
 
 WIDTH = 16
 QUANTIZED = pytest.mark.parametrize("element", [Element.INT8, Element.INT4])
@@ -95,16 +92,4 @@ def test_rows_of_next_to_nothing_give_zeros_and_larger_ones_do_not(library: ctyp
 
 
 def test_the_tile_compiles_to_the_instruction(tmp_path: Path) -> None:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    source = tmp_path / "tile.cpp"
-    source.write_text("")
-    command = [str(compiler), *build.FLAGS, *AVX512_VNNI.compiler_flags, f"-I{build.SOURCE.parent}", "-S", "-O1", str(source), "-o", "-"]
-    if compiler is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("waits for a compiler that knows -mavx512vnni")
-    source.write_text(
-        '#include "matmul.h"\n'
-        "template void manta::multiply_panels<1>(const float*, const manta::Tiles&, int64_t, int64_t, "
-        "const manta::PackedWeight<manta::Int8>&, int64_t, float*);"
-    )
-    assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "vpdpbusd" in assembly
+    assert "vpdpbusd" in assembly_of_tile(AVX512_VNNI, "Int8", tmp_path)
