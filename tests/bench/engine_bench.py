@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def with_round(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """An engine's result with those of another round; a round that failed makes it a failure."""
     if "error" in before or "workloads" not in found:
-        return before if "error" in before else before | found
+        return before if "error" in before else found
     merged = {}
     for name, workload in before["workloads"].items():
         other = found["workloads"][name]

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -89,14 +90,14 @@ def served_peer(model: Path, dtype: str, num_threads: int, log_file: Path) -> It
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def may_go_first() -> bool:
     """Whether processes from here may have real-time priority."""
     try:
-        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except PermissionError:
         return False
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
