@@ -58,8 +58,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     """Most requests in one step."""
     max_num_batched_tokens: int | None = None
-    """Token budget of one step; None measures the device and keeps a full step under `max_step_s`, and one in which requests decode
-    under `max_mixed_step_s`."""
+    """Token budget of one step; None measures the device and aims at `max_step_s` for a full step, and at `max_mixed_step_s` for
+    one in which requests decode."""
     max_step_s: float = 0.25
     max_mixed_step_s: float = 0.04
     """Aims at this gap between two tokens of a stream while prompts are computed beside it, of which each step takes a block at least;
