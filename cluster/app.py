@@ -9,16 +9,17 @@ from typing import Any
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
-from cluster.config import ModelConfig, read_config, read_environment
+from cluster.config import ClusterConfig, ModelConfig, read_config, read_environment
 from cluster.gateway import Gateway
 from cluster.pools import Pool
-from cluster.surge import SURGE_PERCENT, has_room_for
+from cluster.surge import SURGE_PERCENT, Need, has_room_for
 from cluster.targeted_dispatch import TargetedDispatch
 from replicas.cores import CoreDemand
 from replicas.deployment import ReplicaDeployment, shutdown_timeout_s
 from replicas.engine_config import Role
 from router.deployment import RouterDeployment
 
+_GATEWAY = "gateway"
 _DRAIN_LOOK_S = 0.5
 """How often Serve looks whether what drains is empty."""
 
@@ -27,16 +28,14 @@ def build(args: dict[str, Any]) -> Application:
     """Called by Serve with the application's `args`. Raises ConfigError: one line that names the key and the fix."""
     config, log_level = read_config(args), read_environment().log_level
     pools = [pool for model in config.models for pool in model.pools]
-    ranks = [pool for pool in pools for _ in range(pool.engine.tensor_parallel_size)]
-    needs = [{"CPU": config.gateway.num_cpus}, *({"CPU": pool.num_cpus, "GPU": pool.num_gpus} for pool in ranks)]
-    surge_percent = SURGE_PERCENT if has_room_for(needs) else 0
+    surge_percent = SURGE_PERCENT if has_room_for(_needs(config)) else 0
     router = _shell(RouterDeployment).options(name="router", ray_actor_options={"num_cpus": 0.1}).bind(config.router, log_level)
     replicas = {
         model.name: {pool.role: _replicas(model, pool, pools, router, log_level, surge_percent) for pool in model.pools}
         for model in config.models
     }
     gateway = _shell(Gateway).options(
-        name="gateway",
+        name=_GATEWAY,
         num_replicas=config.gateway.num_replicas,
         ray_actor_options={"num_cpus": config.gateway.num_cpus},
         max_surge_percent=surge_percent,
@@ -69,6 +68,21 @@ def deployment_name(model: str, role: Role) -> str:
     """As Serve shows it: replica-MODEL, or replica-MODEL-prefill and replica-MODEL-decode."""
     name = f"replica-{re.sub(r'[^A-Za-z0-9_.-]', '-', model)}"
     return name if role == "unified" else f"{name}-{role}"
+
+
+def _needs(config: ClusterConfig) -> list[Need]:
+    gateway = Need(deployment=_GATEWAY, num_replicas=config.gateway.num_replicas, bundle={"CPU": config.gateway.num_cpus})
+    pools = [
+        Need(
+            deployment=deployment_name(model.name, pool.role),
+            num_replicas=pool.num_replicas,
+            bundle={"CPU": pool.num_cpus, "GPU": pool.num_gpus},
+            num_actors=pool.engine.tensor_parallel_size,
+        )
+        for model in config.models
+        for pool in model.pools
+    ]
+    return [gateway, *pools]
 
 
 def _bundles(pool: Pool) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import ray
+from ray import serve
 from ray.util.placement_group import placement_group, remove_placement_group
 
 logger = logging.getLogger(__name__)
@@ -15,15 +18,39 @@ SURGE_PERCENT = 1
 _PROBE_TIMEOUT_S = 3.0
 
 
-def has_room_for(needs: Sequence[Mapping[str, float]]) -> bool:
-    """Whether the cluster can hold one more of each of these beside what it holds now, as its own scheduler says.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What one deployment wants."""
+
+    deployment: str
+    num_replicas: int
+    bundle: Mapping[str, float]
+    """Of each of its actors, resource -> amount."""
+    num_actors: int = 1
+    """Of one replica: as many as it has ranks."""
+
+    def num_successors(self, num_running: int) -> int:
+        """Replicas that Serve starts at once beside `num_running` old ones when it surges: those that are missing anyway, too."""
+        surge = -(-SURGE_PERCENT * self.num_replicas // 100)
+        return min(self.num_replicas, surge + max(0, self.num_replicas - num_running))
+
+
+def has_room_for(needs: Sequence[Need]) -> bool:
+    """Whether the cluster can hold the first successors of all deployments beside what it holds now, as its own scheduler says.
 
     Asked at the redeploy itself, when what is to be replaced still runs. Without room the old ones are stopped first, and
-    their streams wait for the new ones.
+    their streams wait for the new ones. False where nothing runs yet.
     """
     if not ray.is_initialized():
         return False
-    bundles = [{name: amount for name, amount in need.items() if amount > 0} for need in needs]
+    running = _num_running()
+    if not any(running[need.deployment] for need in needs):
+        return False
+    bundles = [
+        {name: amount for name, amount in need.bundle.items() if amount > 0}
+        for need in needs
+        for _ in range(need.num_actors * need.num_successors(running[need.deployment]))
+    ]
     probe = placement_group([bundle for bundle in bundles if bundle], strategy="PACK")
     try:
         has_room = bool(probe.wait(_PROBE_TIMEOUT_S))
@@ -33,3 +60,12 @@ def has_room_for(needs: Sequence[Mapping[str, float]]) -> bool:
         "a redeploy %s", "starts new replicas before it stops old ones" if has_room else "has no room for old and new replicas at once"
     )
     return has_room
+
+
+def _num_running() -> Counter[str]:
+    """Deployment -> its running replicas, of whichever version."""
+    running = Counter[str]()
+    for application in serve.status().applications.values():
+        for name, deployment in application.deployments.items():
+            running[name] += deployment.replica_states.get("RUNNING", 0)
+    return running

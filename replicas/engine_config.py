@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -63,7 +64,7 @@ class EngineConfig:
     max_step_s: float = 0.25
     max_mixed_step_s: float = 0.04
     """Aims at this gap between two tokens of a stream while prompts are computed beside it, of which each step takes a block at least;
-    more urgent prompts go ahead. Without effect where `max_num_batched_tokens` is given."""
+    prompts more urgent than all that decodes are not held back. Without effect where `max_num_batched_tokens` is given."""
     block_size: int = 16
     kv_cache_bytes: int | None = None
     """Bytes of KV on a CPU; None takes a share of the memory that is free at start. On CUDA it overrides
@@ -135,7 +136,7 @@ class EngineConfig:
         if self.transfer_host in ("", "0.0.0.0", "::"):
             raise ValueError(f"transfer_host must be an address under which other replicas reach this one, got {self.transfer_host!r}")
         for name in ("max_step_s", "max_mixed_step_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
         if self.kv_transfer not in get_args(KVTransfer):
             raise ValueError(f"kv_transfer must be one of {', '.join(get_args(KVTransfer))}, got {self.kv_transfer!r}")

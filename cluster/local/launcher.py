@@ -145,3 +145,5 @@ def success_message(port: int, model: str) -> str:
 def _show(progress: DeployProgress) -> None:
     states = "; ".join(f"{name}: {state}" for name, state in progress.replicas.items())
     logger.info("  %s%s", ", ".join(progress.statuses.values()).lower() or "waiting for Serve", f" ({states})" if states else "")
+    for name, lack in progress.waits.items():
+        logger.info("  %s waits: %s; make stop, or ask for less", name, lack)

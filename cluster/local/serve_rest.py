@@ -20,6 +20,7 @@ DEPLOY_TIMEOUT_S = 180.0
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 _FIRST_FAILURE = "failed to start with exception"  # Serve's words, in a deployment's message while it tries again
 _DEATHS = ("ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError", "NodeDiedError", "OutOfMemoryError")
+_LACK = re.compile(r"to be scheduled\..*Resources required for each replica: (.*?), total resources available: (.*?)\. ", re.DOTALL)
 _ERROR_LINE = re.compile(r"^\s*(?:ray::\S+ .*?)?((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Model|Unhealthy)?): (.+)$")
 
 
@@ -34,6 +35,8 @@ class DeployProgress:
     failures: Mapping[str, str]
     """Application or deployment -> message, of those that failed, or whose replica could not be made: Serve tries that again, and
     reports the same once more a minute later."""
+    waits: Mapping[str, str]
+    """Deployment -> what its replicas lack, of those that no machine has room for."""
 
     @property
     def is_running(self) -> bool:
@@ -68,7 +71,7 @@ class ServeRest:
 
     def progress(self) -> DeployProgress:
         applications = self._call("GET").get("applications") or {}
-        statuses, replicas, failures = {}, {}, {}
+        statuses, replicas, failures, waits = {}, {}, {}, {}
         for name, application in applications.items():
             statuses[name] = application["status"]
             if application["status"] in _FAILED and application.get("message"):
@@ -79,7 +82,9 @@ class ServeRest:
                 message = details.get("message")
                 if message and (details["status"] in _FAILED or is_wrong_for_good(message)):
                     failures[deployment] = message
-        return DeployProgress(statuses=statuses, replicas=replicas, failures=failures)
+                if message and (lack := _LACK.search(message)):
+                    waits[deployment] = f"no machine has room for another replica: it needs {lack[1]}, free in all are {lack[2]}"
+        return DeployProgress(statuses=statuses, replicas=replicas, failures=failures, waits=waits)
 
     def wait_running(self, timeout_s: float, on_change: Callable[[DeployProgress], None]) -> None:
         """Returns when every application runs. Raises LaunchError with the builder's or the replica's own error."""
@@ -95,7 +100,8 @@ class ServeRest:
             if progress.has_failed:
                 raise LaunchError(explain_failure(progress))
             if time.monotonic() > deadline_s:
-                raise LaunchError(f"not running after {timeout_s:.0f} s: {dict(progress.replicas)}; see http://127.0.0.1:8265/#/serve")
+                reasons = dict(progress.waits) or f"{dict(progress.replicas)}; see http://127.0.0.1:8265/#/serve"
+                raise LaunchError(f"not running after {timeout_s:.0f} s: {reasons}")
             time.sleep(0.5)
 
     def _call(self, method: str, body: Mapping[str, Any] | None = None, timeout_s: float = REQUEST_TIMEOUT_S) -> dict[str, Any]:

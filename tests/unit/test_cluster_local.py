@@ -144,7 +144,7 @@ def test_printed_curl_holds_valid_json() -> None:
 
 def test_failure_ends_with_the_deepest_cause() -> None:
     trace = "Traceback (most recent call last):\n  File x\nray::X.init() (pid=1)\nRuntimeError: outer\nValueError: raise kv_cache_bytes\n"
-    progress = DeployProgress(statuses={"manta": "DEPLOY_FAILED"}, replicas={}, failures={"manta": "failed", "replica-a": trace})
+    progress = DeployProgress(statuses={"manta": "DEPLOY_FAILED"}, replicas={}, waits={}, failures={"manta": "failed", "replica-a": trace})
     assert progress.has_failed
     assert explain_failure(progress).splitlines()[-1] == "raise kv_cache_bytes"
     assert trace.strip() in explain_failure(progress)
@@ -183,6 +183,24 @@ def test_first_error_of_a_constructor_ends_the_wait(monkeypatch: pytest.MonkeyPa
         assert str(error.value).splitlines()[-1].startswith(("kv_cache_bytes must be", "The actor died"))
 
 
+NO_ROOM = (
+    "Deployment 'replica-a' in application 'manta' has 1 replicas that have taken more than 30s to be scheduled. This may be due to "
+    "waiting for the cluster to auto-scale or for a runtime environment to be installed. Resources required for each replica: "
+    '{"CPU": 0.5}, total resources available: {"CPU": 0.2}. Use `ray status` for more details.'
+)
+
+
+def test_replica_that_finds_no_room_is_told_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    application = {"status": "DEPLOYING", "deployments": {"replica-a": {"status": "UPDATING", "message": NO_ROOM}}}
+    rest = ServeRest("http://127.0.0.1:1", {})
+    monkeypatch.setattr(rest, "_call", lambda method, body=None: {"applications": {"manta": application}})
+    progress = rest.progress()
+    assert not progress.has_failed
+    assert progress.waits == {"replica-a": 'no machine has room for another replica: it needs {"CPU": 0.5}, free in all are {"CPU": 0.2}'}
+    with pytest.raises(LaunchError, match=r"not running after 0 s: .*it needs"):
+        rest.wait_running(0.0, lambda progress: None)
+
+
 def test_deploy_is_given_the_time_in_which_serve_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     waits_s = {}
 
@@ -198,7 +216,7 @@ def test_deploy_is_given_the_time_in_which_serve_starts(monkeypatch: pytest.Monk
 
 
 def test_failure_without_an_error_line_shows_everything() -> None:
-    progress = DeployProgress(statuses={"a": "DEPLOY_FAILED"}, replicas={}, failures={"a": "no such import path"})
+    progress = DeployProgress(statuses={"a": "DEPLOY_FAILED"}, replicas={}, waits={}, failures={"a": "no such import path"})
     assert "no such import path" in explain_failure(progress)
 
 

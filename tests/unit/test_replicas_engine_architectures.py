@@ -95,6 +95,7 @@ def test_load_of_a_model_whose_attention_has_unknown_terms_is_refused_by_the_sel
         ({"runner": "transformers", "attention_backend": "varlen_cuda"}, "it runs on CUDA"),
         ({"max_num_batched_tokens": 4}, "at least max_num_seqs"),
         ({"max_mixed_step_s": 0}, "max_mixed_step_s must be above 0"),
+        ({"max_step_s": float("inf")}, "max_step_s must be above 0 and finite"),
         ({"model": "./no-such-folder"}, "does not exist"),
     ],
 )
