@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
-from ray import serve
 from ray.util.placement_group import placement_group, remove_placement_group
 
 logger = logging.getLogger(__name__)
 
 SURGE_PERCENT = 1
 """Of the replicas, rounded up: one more than wanted for up to a hundred of them."""
+_SERVE_REPLICA = "SERVE_REPLICA::"
+"""Begins the name of each replica's actor: SERVE_REPLICA::application#deployment#id (Ray 2.60)."""
 _PROBE_TIMEOUT_S = 3.0
 
 
@@ -43,7 +44,7 @@ def has_room_for(needs: Sequence[Need]) -> bool:
     """
     if not ray.is_initialized():
         return False
-    running = _num_running()
+    running = num_replicas(actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True))
     if not any(running[need.deployment] for need in needs):
         return False
     bundles = [
@@ -62,10 +63,6 @@ def has_room_for(needs: Sequence[Need]) -> bool:
     return has_room
 
 
-def _num_running() -> Counter[str]:
-    """Deployment -> its running replicas, of whichever version."""
-    running = Counter[str]()
-    for application in serve.status().applications.values():
-        for name, deployment in application.deployments.items():
-            running[name] += deployment.replica_states.get("RUNNING", 0)
-    return running
+def num_replicas(actor_names: Iterable[str]) -> Counter[str]:
+    """Deployment -> its replicas of whichever version, those that still drain too. Serve's own status has none during a build."""
+    return Counter(name.split("#")[-2] for name in actor_names if name.startswith(_SERVE_REPLICA) and name.count("#") >= 2)

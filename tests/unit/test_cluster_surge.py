@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.surge import Need
+from cluster.surge import Need, num_replicas
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,11 @@ from cluster.surge import Need
 )
 def test_successors_that_serve_starts_at_once(num_wanted: int, num_running: int, num_successors: int) -> None:
     assert Need(deployment="a", num_replicas=num_wanted, bundle={"CPU": 1}).num_successors(num_running) == num_successors
+
+
+def test_replicas_are_counted_by_the_names_of_their_actors() -> None:
+    replicas = [f"SERVE_REPLICA::manta#{name}" for name in ("replica-a#hdhmc6re", "replica-a#1ffmkyws", "gateway#180715db")]
+    assert num_replicas(["SERVE_CONTROLLER_ACTOR", "SERVE_PROXY_ACTOR-904d", "SERVE_REPLICA::odd", *replicas]) == {
+        "replica-a": 2,
+        "gateway": 1,
+    }
