@@ -166,9 +166,10 @@ class Scheduler:
                 if state.status is RequestStatus.RUNNING:
                     budget -= self._schedule_chunk(state, budget, chunks, published)
         streaming = [chunk.state for chunk in chunks if chunk.state.num_output_tokens]  # a prompt's last token has no gap to keep
-        prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, streaming)
+        catching_up = [state for state in catching_up if state.status is RequestStatus.RUNNING and not state.is_loading]
+        prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, streaming, catching_up)
         for state in catching_up:
-            if state.status is RequestStatus.RUNNING and not state.is_loading and (num_left := prompts.left_for(state)):
+            if num_left := prompts.left_for(state):
                 prompts.take(state, self._schedule_chunk(state, num_left, chunks, published))
         while self._waiting and num_preemptions == 0:
             head = self._waiting[0]

@@ -83,7 +83,21 @@ def test_prompt_more_urgent_than_all_decodes_is_not_held_back() -> None:
     scheduler.add(_request("urgent", 20, first=60, priority=1))
     assert _shape(_step(scheduler)[0]) == [("batch", 4, 1), ("urgent", 0, 20), ("same", 0, 9)], "what is left of both budgets"
     scheduler.add(_request("later", 20, first=90, priority=1))
-    assert _shape(_step(scheduler)[0]) == [("urgent", 20, 1), ("batch", 5, 1), ("later", 0, 8)], "an equal one decodes"
+    assert _shape(_step(scheduler)[0]) == [("urgent", 20, 1), ("batch", 5, 1), ("later", 0, 6), ("same", 9, 2)], "an equal one decodes"
+
+
+def test_oldest_prompt_goes_on_beside_a_flood_of_more_urgent_ones() -> None:
+    scheduler = _scheduler(budget=32)
+    scheduler.add(_request("old", 50, first=900, priority=1))
+    assert _shape(_step(scheduler)[0]) == [("old", 0, 32)]
+    for number in range(4):
+        scheduler.add(_request(f"urgent {number}", 50, first=100 * number, max_tokens=1))
+    steps = [_shape(_step(scheduler)[0]) for _ in range(3)]
+    assert steps == [
+        [("urgent 0", 0, 28), ("old", 32, 4)],
+        [("urgent 0", 28, 22), ("urgent 1", 0, 6), ("old", 36, 4)],
+        [("urgent 1", 6, 28), ("old", 40, 4)],
+    ]
 
 
 def test_last_token_of_a_prompt_holds_no_other_prompt_back() -> None:
@@ -356,10 +370,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        decoding = {state.request.key for state in self.scheduler.running if state.is_decoding}
+        before = list(self.scheduler.running)
+        decoding = {state.request.key for state in before if state.is_decoding}
         plan = self.scheduler.schedule()
         prompts = [state for state in self.scheduler.running if state.request.key not in decoding]
         assert not prompts or any(chunk.state is prompts[0] for chunk in plan.chunks), "the most urgent prompt stands still"
+        oldest = min(prompts, key=lambda state: state.arrival_number, default=None)
+        if oldest in before and oldest is not None and oldest.num_scored >= oldest.num_to_score:
+            assert any(chunk.state is oldest for chunk in plan.chunks), "the oldest prompt stands still"
         self._check_budget(plan, decoding)
         self._write(plan)
         tokens = [[data.draw(st.sampled_from([3, 4, 5, EOS]))] for chunk in plan.chunks if chunk.samples]
