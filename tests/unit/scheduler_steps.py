@@ -1,0 +1,49 @@
+"""A scheduler without an engine: requests, steps that sample one token, and what they compute."""
+
+from __future__ import annotations
+
+from kvcache.block_pool import BlockPool
+from replicas.request import GenerationRequest, RequestProgress
+from replicas.sampling_params import SamplingParams
+from replicas.scheduler import Scheduler, SchedulerConfig
+from replicas.step_plan import StepPlan
+
+EOS = 99
+
+
+def new_scheduler(
+    num_blocks: int = 100,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    budget: int = 32,
+    max_model_len: int = 60,
+    caching: bool = True,
+    mixed_budget: int | None = None,
+) -> Scheduler:
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_num_mixed_tokens=mixed_budget,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset({EOS}),
+        enable_prefix_caching=caching,
+    )
+    return Scheduler(config, BlockPool(num_blocks, block_size))
+
+
+def new_request(name: str, num_prompt: int = 4, *, first: int = 0, priority: int = 0, **params: object) -> GenerationRequest:
+    prompt = tuple(first + i for i in range(num_prompt))
+    return GenerationRequest(
+        request_id=name, prompt_ids=prompt, params=SamplingParams(**{"max_tokens": 8, **params}), seed=0, priority=priority
+    )
+
+
+def step(scheduler: Scheduler, token: int = 50) -> tuple[StepPlan, list[RequestProgress]]:
+    plan = scheduler.schedule()
+    progress = scheduler.update(plan, [[token] for chunk in plan.chunks if chunk.samples])
+    scheduler.check()
+    return plan, progress
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int]]:
+    return [(c.state.request.request_id, c.start, c.num_tokens) for c in plan.chunks]
