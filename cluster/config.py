@@ -121,7 +121,7 @@ class ConfigError(ValueError):
 
 
 class _Args(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 def read_config(args: Mapping[str, Any]) -> ClusterConfig:
