@@ -9,14 +9,14 @@ from typing import Any
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
-from cluster.config import ClusterConfig, ModelConfig, read_config, read_environment
 from cluster.gateway import Gateway
-from cluster.pools import Pool
-from cluster.surge import SURGE_PERCENT, Need, has_room_for
-from cluster.targeted_dispatch import TargetedDispatch
-from replicas.cores import CoreDemand
+from cluster.serve.surge import SURGE_PERCENT, Need, has_room_for
+from cluster.serve.targeted_dispatch import TargetedDispatch
+from cluster.settings.config import ClusterConfig, ModelConfig, read_config, read_environment
+from cluster.settings.pool_config import Pool
 from replicas.deployment import ReplicaDeployment, shutdown_timeout_s
 from replicas.engine_config import Role
+from replicas.process.cores import CoreDemand
 from router.deployment import RouterDeployment
 
 _GATEWAY = "gateway"

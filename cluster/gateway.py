@@ -7,16 +7,16 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from cluster.body_ahead import BodyTaken
-from cluster.gateway_config import GatewayConfig
-from cluster.gateway_metrics import GatewayMetrics
-from cluster.http_app import create_app
-from cluster.model_registry import ModelRegistry
-from cluster.serve_backend import ServeBackend
+from cluster.generation.model_registry import ModelRegistry
+from cluster.serve.serve_backend import ServeBackend
+from cluster.settings.gateway_config import GatewayConfig
+from cluster.telemetry.gateway_metrics import GatewayMetrics
+from cluster.web.body_ahead import BodyTaken
+from cluster.web.http_app import create_app
 from replicas.engine_config import Role
-from replicas.handles import over_grpc
-from replicas.heap import freeze_heap
-from replicas.logs import start_logging
+from replicas.process.heap import freeze_heap
+from replicas.process.logs import start_logging
+from replicas.serve.handles import over_grpc
 from replicas.text.tokenizer import Tokenizer
 
 # More than any queue limit: the router decides who waits, and answers 429 itself.

@@ -18,18 +18,18 @@ from ray import serve
 from ray.util import get_current_placement_group, metrics, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from replicas.async_engine import AsyncEngine, StepEngine
-from replicas.cores import CoreClaim, CoreDemand, threads_of_engine, try_claim_cores
+from replicas.engine.async_engine import AsyncEngine, StepEngine
+from replicas.engine.metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS_BOUNDS, EngineMetrics
+from replicas.engine.reporter import ReplicaIdentity, Reporter, report_interval_s
 from replicas.engine_config import LOOPBACK, EngineConfig
-from replicas.engine_metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS_BOUNDS, EngineMetrics
-from replicas.handles import over_grpc
-from replicas.heap import freeze_heap
-from replicas.logs import start_logging
 from replicas.model_description import ModelDescription
-from replicas.parallel.channel import RankAddress
-from replicas.parallel.launcher import LaunchedRank
-from replicas.reporter import ReplicaIdentity, Reporter, report_interval_s
+from replicas.process.cores import CoreClaim, CoreDemand, threads_of_engine, try_claim_cores
+from replicas.process.heap import freeze_heap
+from replicas.process.logs import start_logging
+from replicas.ranks.channel import RankAddress
+from replicas.ranks.launcher import LaunchedRank
 from replicas.request import GenerationRequest, RequestProgress, StepOutput
+from replicas.serve.handles import over_grpc
 from replicas.stats import ReplicaReport, ReplicaStats, ReportReply
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,8 @@ class ReplicaDeployment:
         else:
             self._claim.pin_thread()
             logger.info("computes on cores %s", ", ".join(map(str, self._claim.cores)))
-        from replicas.engine_loader import load_engine
-        from replicas.handoff_wiring import RemoteWiring
+        from replicas.engine.loader import load_engine
+        from replicas.handoff.wiring import RemoteWiring
 
         wiring = None if self._config.role == "unified" else RemoteWiring(extra_transports=(object_store_transport,))
         engine = load_engine(self._config, wiring, self._launcher)
@@ -271,7 +271,7 @@ class _RankActor:
         claim = try_claim_cores(num_threads)
         if claim is not None:
             claim.pin_thread()
-        from replicas.parallel.rank_process import run_rank
+        from replicas.ranks.rank_process import run_rank
 
         run_rank(address, extra_transports=(object_store_transport,))
 

@@ -10,10 +10,10 @@ from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from replicas.async_engine import StepEngine
-from replicas.deferred_interrupt import DeferredInterrupt
+from replicas.engine.async_engine import StepEngine
 from replicas.engine_config import DType, EngineConfig
 from replicas.llm_output import CompletionOutput, RequestOutput
+from replicas.process.deferred_interrupt import DeferredInterrupt
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, TokenLogprob
 from replicas.sampling_params import SamplingParams
 from replicas.text.text_stream import TextStream
@@ -211,10 +211,10 @@ class LLM:
 def _load(config: EngineConfig, decode_config: EngineConfig | None) -> _LoadedEngine:
     """`decode_config` is that of a decode engine of its own. The imports here are the ones that need torch."""
     if decode_config is not None:
-        from replicas.disaggregated import DisaggregatedEngine
+        from replicas.engine.disaggregated import DisaggregatedEngine
 
         return DisaggregatedEngine.load(config, decode_config=decode_config)
-    from replicas.engine import Engine
+    from replicas.engine.engine import Engine
 
     return Engine.load(config)
 

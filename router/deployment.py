@@ -11,20 +11,20 @@ import ray
 from ray import serve
 from ray.util import metrics
 
-from replicas.heap import freeze_heap
-from replicas.logs import start_logging
-from replicas.reporter import longest_silence_s
+from replicas.engine.reporter import longest_silence_s
+from replicas.process.heap import freeze_heap
+from replicas.process.logs import start_logging
 from replicas.stats import ReplicaReport, ReportReply
-from router.async_router import AsyncRouter
-from router.attentive_clock import AttentiveClock
-from router.batch import Answers, Batch, ReplicaLost
-from router.caller_leases import CallerLeases
 from router.config import RouterConfig
-from router.fences import FenceNews, Fences
-from router.liveness import LivenessMonitor
-from router.policy_choice import make_policy
+from router.live.async_router import AsyncRouter
+from router.live.attentive_clock import AttentiveClock
+from router.live.batch import Answers, Batch, ReplicaLost
+from router.live.caller_leases import CallerLeases
+from router.live.fences import FenceNews, Fences
+from router.live.liveness import LivenessMonitor
+from router.live.router_metrics import COUNTERS, GAUGES, RouterMetrics
+from router.policies.policy_choice import make_policy
 from router.router import Router
-from router.router_metrics import COUNTERS, GAUGES, RouterMetrics
 from router.snapshot import Decision, Rejection
 
 logger = logging.getLogger(__name__)

@@ -6,20 +6,20 @@ import logging
 from collections import Counter
 
 from replicas.stats import ReplicaReport, ReportReply
-from router.admission import AdmissionQueue, Waiting
-from router.bookings import Booking
 from router.config import RouterConfig
-from router.ledger import BookingLedger
-from router.policies import Policy
-from router.pools import LOOK_AGAIN_S, ReplicaPools
-from router.prefix_index import PrefixIndex
-from router.rates import PoolRates, Rates
+from router.fleet.bookings import Booking
+from router.fleet.candidate_pools import LOOK_AGAIN_S, ReplicaPools
+from router.fleet.ledger import BookingLedger
+from router.fleet.prefix_index import PrefixIndex
+from router.fleet.rates import PoolRates, Rates
+from router.fleet.replica_state import ReplicaState
+from router.policies.policy import Policy
 from router.recording import DecisionSink
-from router.replica_state import ReplicaState
 from router.routing_statistics import RoutingCounters, RoutingStatistics
-from router.shedding import Shedding
 from router.snapshot import CandidateScore, ClusterSnapshot, Decision, Rejection, RoutingRequest
-from router.solitary import SolitaryRequests
+from router.waiting.admission import AdmissionQueue, Waiting
+from router.waiting.shedding import Shedding
+from router.waiting.solitary import SolitaryRequests
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from router.policies import Policy
+from router.policies.policy import Policy
 from router.snapshot import CandidateScore, ClusterSnapshot, Decision, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
 DecisionSink = Callable[[RoutingRequest, ClusterSnapshot, int, Decision], None]

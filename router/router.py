@@ -7,7 +7,7 @@ from collections import OrderedDict
 from replicas.stats import ReplicaReport, ReportReply
 from router.config import RouterConfig
 from router.model_router import ModelRouter
-from router.policies import Policy
+from router.policies.policy import Policy
 from router.recording import DecisionSink
 from router.routing_statistics import RoutingStatistics
 from router.snapshot import Decision, Rejection, RoutingRequest

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvcache.tensors import KVTensors
-from replicas.disaggregated import DisaggregatedEngine
+from replicas.engine.disaggregated import DisaggregatedEngine
 from replicas.request import FinishReason
 from replicas.sampling_params import SamplingParams
 from tests.engine_harness import requests_for

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.default_model import prepare_default_model
+from replicas.model.default_model import prepare_default_model
 from replicas.text.tokenizer import Tokenizer
 
 

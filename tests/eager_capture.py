@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from replicas.cuda_graphs import Replay
+from replicas.model.cuda_graphs import Replay
 
 
 class EagerCapture:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.request import FinishReason, GenerationRequest, TokenLogprob
 from replicas.sampling_params import SamplingParams
 

@@ -7,10 +7,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
-from replicas.engine_loader import load_engine
-from replicas.handoff_wiring import RemoteWiring
+from replicas.handoff.wiring import RemoteWiring
 
 STEP_TOKENS = 8
 

@@ -11,4 +11,4 @@ def rank_pids(of: int | None = None) -> list[int]:
         children = psutil.Process(of).children()
     except psutil.NoSuchProcess:
         return []
-    return [c.pid for c in children if c.status() != psutil.STATUS_ZOMBIE and "replicas.parallel.rank_process" in c.cmdline()]
+    return [c.pid for c in children if c.status() != psutil.STATUS_ZOMBIE and "replicas.ranks.rank_process" in c.cmdline()]

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Sequence
 
 from kvcache.transfer.link import TransportMaker
-from replicas.parallel.channel import ChannelClosed, RankAddress
-from replicas.parallel.launcher import LaunchedRank
-from replicas.parallel.rank_process import OwnProcess, run_rank
+from replicas.ranks.channel import ChannelClosed, RankAddress
+from replicas.ranks.launcher import LaunchedRank
+from replicas.ranks.rank_process import OwnProcess, run_rank
 
 
 class ThreadLauncher:

@@ -7,7 +7,7 @@ from kvcache.hashing import CacheIdentity, block_keys
 from replicas.engine_config import Role
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.config import PolicyName, RouterConfig
-from router.policy_choice import make_policy
+from router.policies.policy_choice import make_policy
 from router.router import Router
 from router.snapshot import Decision, Rejection, RoutingRequest
 

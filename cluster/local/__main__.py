@@ -7,9 +7,9 @@ import logging
 import sys
 from pathlib import Path
 
-from cluster.config import ConfigError, read_environment
 from cluster.local.launcher import Launcher
 from cluster.local.preflight import LaunchError
+from cluster.settings.config import ConfigError, read_environment
 
 
 def main() -> int:

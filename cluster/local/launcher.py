@@ -13,12 +13,12 @@ from typing import Any
 
 import yaml
 
-from cluster.config import ClusterConfig, ConfigError, Environment, read_config
 from cluster.local.preflight import LaunchError, check_disk, check_http_port, check_no_other_ray
 from cluster.local.ray_head import DASHBOARD_PORT, GCS_PORT, RayHead
 from cluster.local.serve_keys import check_serve_keys
 from cluster.local.serve_rest import DeployProgress, ServeRest, auth_headers
-from replicas.default_model import DefaultModelError, prepare_default_model
+from cluster.settings.config import ClusterConfig, ConfigError, Environment, read_config
+from replicas.model.default_model import DefaultModelError, prepare_default_model
 
 logger = logging.getLogger(__name__)
 

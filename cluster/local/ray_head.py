@@ -32,7 +32,7 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.proxy_guard:middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.web.proxy_guard:middlewares",
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONPATH": str(_REPO_ROOT),

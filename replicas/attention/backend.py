@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from kvcache.spec import KVLayout
-from replicas.step_tensors import StepTensors
+from replicas.attention.step_tensors import StepTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 
 from kvcache.spec import KVLayout
 from replicas.attention.backend import LayerCall
-from replicas.step_tensors import StepTensors
+from replicas.attention.step_tensors import StepTensors
 
 _POINTERS = ("query", "key", "value", "out", "k_cache", "v_cache", "tables", "query_starts", "context_lens", "slots")
 _SIZES = (

@@ -6,7 +6,7 @@ import torch
 
 from kvcache.spec import KVLayout
 from replicas.attention.backend import LayerCall
-from replicas.step_tensors import StepTensors
+from replicas.attention.step_tensors import StepTensors
 
 
 class ReferenceAttention:

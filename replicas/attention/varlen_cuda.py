@@ -9,8 +9,8 @@ import torch
 
 from kvcache.spec import KVLayout
 from replicas.attention.backend import LayerCall
-from replicas.step_arrays import StepArrays
-from replicas.step_tensors import StepTensors
+from replicas.attention.step_tensors import StepTensors
+from replicas.scheduling.step_arrays import StepArrays
 
 
 class VarlenCudaAttention:

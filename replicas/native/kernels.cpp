@@ -1,5 +1,5 @@
 // The C interface of the CPU kernels. Python mirrors each struct field by field (replicas/attention/native.py and
-// replicas/native/decoder.py); all memory belongs to the caller, who also keeps the pointers valid for the call.
+// replicas/model/native_decoder.py); all memory belongs to the caller, who also keeps the pointers valid for the call.
 
 #include "attention.h"
 #include "decoder.h"

@@ -1,7 +1,7 @@
 // The next token of a row of logits: temperature, top_k, top_p and min_p, then the inverse CDF in token-id order.
 //
 // A row is worked on by one thread in one order, so its token depends on nothing else. Tokens that tie with the last one kept are
-// kept too. The plain reference beside it is `filtered_probs` and `inverse_cdf` in replicas/sampler.py.
+// kept too. The plain reference beside it is `filtered_probs` and `inverse_cdf` in replicas/sampling/sampler.py.
 #pragma once
 
 #include <algorithm>

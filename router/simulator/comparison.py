@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import get_args
 
 from router.config import PolicyName, RouterConfig
-from router.policy_choice import make_policy
+from router.policies.policy_choice import make_policy
 from router.simulator.hardware import StepTimer
 from router.simulator.outcome import percentiles, summarize
 from router.simulator.simulation import Simulation, SimulationConfig

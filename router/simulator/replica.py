@@ -8,9 +8,9 @@ from kvcache.block_pool import BlockPool
 from kvcache.events import KVEventLog
 from replicas.engine_config import Role
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress
-from replicas.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.step_plan import StepPlan
 from replicas.stats import ReplicaReport, ReplicaStats
-from replicas.step_plan import StepPlan
 from router.simulator.hardware import StepTimer
 
 _EVENT_CAPACITY = 4_096

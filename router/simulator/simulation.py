@@ -12,10 +12,10 @@ from time import perf_counter
 from replicas.engine_config import Role
 from replicas.request import FinishReason, GenerationRequest, RequestKey
 from replicas.sampling_params import SamplingParams
-from replicas.scheduler import SchedulerConfig
+from replicas.scheduling.scheduler import SchedulerConfig
 from replicas.stats import ReplicaReport
 from router.config import RouterConfig
-from router.policies import Policy
+from router.policies.policy import Policy
 from router.recording import DecisionSink
 from router.router import Router
 from router.simulator.handoffs import SimulatedHandoffs

@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from replicas.default_model import prepare_default_model
+from replicas.model.default_model import prepare_default_model
 from tests.bench.engine_picture import picture
 from tests.bench.engine_report import markdown
 from tests.bench.engine_worker import WorkerTask

@@ -66,7 +66,7 @@ def _run_engine(task: WorkerTask) -> dict[str, Any]:
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
-    from replicas.model_loader import resolve_device, resolve_dtype
+    from replicas.model.loader import resolve_device, resolve_dtype
 
     disable_progress_bar()
     torch.set_num_threads(task.num_threads)

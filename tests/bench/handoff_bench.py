@@ -30,10 +30,10 @@ from kvcache.transfer.pull import HandoffPull
 from kvcache.transfer.remote import RemoteConnector
 from kvcache.transfer.server import TransferServer
 from kvcache.transfer.source import KVSource
-from replicas.default_model import prepare_default_model
 from replicas.deployment import object_store_transport
-from replicas.disaggregated import DisaggregatedEngine
+from replicas.engine.disaggregated import DisaggregatedEngine
 from replicas.engine_config import EngineConfig
+from replicas.model.default_model import prepare_default_model
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
 from tests.bench.machine import hardware_line

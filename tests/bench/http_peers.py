@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 
 from cluster.local.ray_head import RAY_ENVIRONMENT
-from replicas.default_model import DEFAULT_MODEL_NAME, prepare_default_model
+from replicas.model.default_model import DEFAULT_MODEL_NAME, prepare_default_model
 from tests.bench.machine import hardware_line, has_bfloat16_units
 from tests.bench.peers import PEERS_FOLDER, VLLM_FOLDER, vllm_environment
 from tests.bench.workload_source import SHARED_BENCH

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from replicas.async_engine import AsyncEngine, StepEngine
-from replicas.default_model import prepare_default_model
+from replicas.engine.async_engine import AsyncEngine, StepEngine
 from replicas.engine_config import EngineConfig
+from replicas.model.default_model import prepare_default_model
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ def median_ms(values: list[float]) -> float:
 
 
 def load_engine(model: Path, dtype: str) -> StepEngine:
-    from replicas.engine import Engine
+    from replicas.engine.engine import Engine
 
     return Engine.load(EngineConfig(model=str(model), dtype=dtype, kv_cache_bytes=512 * 2**20))  # type: ignore[arg-type]
 

@@ -22,7 +22,7 @@ import httpx
 
 from kvcache.hashing import CacheIdentity, block_keys
 from router.config import RouterConfig
-from router.policy_choice import make_policy
+from router.policies.policy_choice import make_policy
 from router.simulator.hardware import MODELS, Device, StepTimer
 from router.simulator.simulation import Simulation, SimulationConfig
 from router.simulator.traces import TraceRequest

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
 from replicas.llm import LLM
 from replicas.request import GenerationRequest

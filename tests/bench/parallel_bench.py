@@ -15,11 +15,11 @@ import sys
 import time
 from dataclasses import dataclass
 
-from replicas.engine import Engine
+from replicas.attention.step_tensors import StepTensors
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
-from replicas.parallel.step_message import encode_step
+from replicas.ranks.step_message import encode_step
 from replicas.sampling_params import SamplingParams
-from replicas.step_tensors import StepTensors
 from tests.bench.machine import hardware_line
 from tests.engine_harness import requests_for
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from replicas.default_model import DEFAULT_MODEL_NAME, DefaultModelError, find_gguf
+from replicas.model.default_model import DEFAULT_MODEL_NAME, DefaultModelError, find_gguf
 from tests.bench.machine import has_bfloat16_units
 from tests.bench.workload_source import SHARED_BENCH
 

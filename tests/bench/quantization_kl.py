@@ -15,11 +15,11 @@ from typing import Any, get_args
 
 import torch
 
-from replicas.engine import Engine
+from replicas.attention.step_tensors import StepTensors
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig, Quantization
-from replicas.request_state import RequestState
-from replicas.step_plan import ScheduledChunk, StepPlan
-from replicas.step_tensors import StepTensors
+from replicas.scheduling.request_state import RequestState
+from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
 from replicas.text.tokenizer import Tokenizer
 from tests.prompts import mixed_prompts
 

@@ -21,8 +21,8 @@ from time import thread_time
 from kvcache.events import BlockEvicted, BlockStored, KVEvent
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.config import RouterConfig
-from router.policy_choice import make_policy
-from router.prefix_index import PrefixIndex
+from router.fleet.prefix_index import PrefixIndex
+from router.policies.policy_choice import make_policy
 from router.router import Router
 from router.snapshot import Decision, Rejection, RoutingRequest
 

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from router.config import PolicyName, RouterConfig
-from router.policy_choice import make_policy
+from router.policies.policy_choice import make_policy
 from router.simulator.hardware import DEVICES, MODELS, StepTimer
 from router.simulator.outcome import percentiles
 from router.simulator.simulation import Simulation, SimulationConfig

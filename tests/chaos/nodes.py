@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from cluster.local.ray_head import RAY_ENVIRONMENT
-from replicas.default_model import prepare_default_model
+from replicas.model.default_model import prepare_default_model
 from tests.chaos.served_cluster import MODEL
 from tests.chaos.streams import Load, golden_streams
 from tests.small_served_model import save_small_model

@@ -19,7 +19,7 @@ import yaml
 
 from cluster.local.ray_head import DASHBOARD_PORT
 from cluster.local.serve_rest import ServeRest, auth_headers
-from replicas.default_model import prepare_default_model
+from replicas.model.default_model import prepare_default_model
 from tests.small_served_model import save_small_model
 
 MODEL = "small"

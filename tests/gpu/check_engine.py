@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
 from replicas.sampling_params import SamplingParams
 from tests.bench.manta_engine import sweep

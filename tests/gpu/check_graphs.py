@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM
 
 from kvcache.tensors import bytes_per_token
 from replicas import rank_model
-from replicas.cuda_graphs import GraphedRunner
-from replicas.engine import Engine
+from replicas.attention.step_tensors import StepTensors
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
-from replicas.model_runner import TransformersRunner
-from replicas.step_tensors import StepTensors
+from replicas.model.cuda_graphs import GraphedRunner
+from replicas.model.runner import TransformersRunner
 from tests.bench.manta_engine import StepRow, sweep
 from tests.eager_capture import EagerCapture
 from tests.engine_harness import requests_for, run

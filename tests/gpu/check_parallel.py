@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig, ParallelConfig
-from replicas.parallel.collectives import ProcessGroup
 from replicas.sampling_params import SamplingParams
+from replicas.sharding.collectives import ProcessGroup
 from tests.bench.manta_engine import sweep
 from tests.engine_harness import requests_for, run
 from tests.gpu.check_engine import GREEDY, KV_BYTES, Checks, can_check, make_prompts, script_parser, tiny_model

@@ -16,9 +16,9 @@ import psutil
 import pytest
 from openai import AsyncOpenAI
 
-from replicas.handles import over_grpc
 from replicas.request import FinishReason, GenerationRequest
 from replicas.sampling_params import SamplingParams
+from replicas.serve.handles import over_grpc
 from replicas.stats import HandoffStats
 from tests.integration.conftest import MODEL
 from tests.integration.deployed import Deployed, is_idle

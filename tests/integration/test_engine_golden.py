@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvcache.block_pool import BlockPool
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
 from replicas.sampling_params import SamplingParams
-from replicas.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
 from replicas.text.tokenizer import Tokenizer
 from tests.engine_harness import GREEDY, requests_for, run
 from tests.prompts import mixed_prompts

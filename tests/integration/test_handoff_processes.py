@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.request import FinishReason, GenerationRequest, RequestProgress
 from replicas.sampling_params import SamplingParams
 from tests import handoff_peer

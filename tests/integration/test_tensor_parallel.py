@@ -18,11 +18,11 @@ import psutil
 import pytest
 import torch
 
-from replicas.engine import Engine
+from replicas.attention.step_tensors import StepTensors
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig, ParallelConfig
-from replicas.parallel.ranks import RankLost
+from replicas.ranks.ranks import RankLost
 from replicas.sampling_params import SamplingParams
-from replicas.step_tensors import StepTensors
 from replicas.text.tokenizer import Tokenizer
 from tests.engine_harness import requests_for, run
 from tests.prompts import mixed_prompts
@@ -149,7 +149,7 @@ def test_rank_killed_while_idle_is_noticed_without_a_step(tiny: Path) -> None:
 
 LEADER = """
 import json, sys, time
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
 engine = Engine.load(EngineConfig(**json.loads(sys.argv[1])))
 print("ready", flush=True)

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from kvcache.handoff import KVHandoff
-from replicas.disaggregated import DisaggregatedEngine
-from replicas.engine import Engine
+from replicas.engine.disaggregated import DisaggregatedEngine
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig, ParallelConfig
 from replicas.llm import LLM
-from replicas.parallel.ranks import RankLost
+from replicas.ranks.ranks import RankLost
 from replicas.request import FinishReason, GenerationRequest
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer

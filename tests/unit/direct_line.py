@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.router_line import RouterLine
-from router.async_router import AsyncRouter
-from router.batch import Answers, Batch
+from cluster.serve.router_line import RouterLine
+from router.live.async_router import AsyncRouter
+from router.live.batch import Answers, Batch
 
 
 def line_to(router: AsyncRouter) -> RouterLine:

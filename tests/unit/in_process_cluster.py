@@ -12,22 +12,22 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from cluster.access_log import AccessRecord
-from cluster.backend import ReplicaDied
-from cluster.gateway_config import GatewayConfig
-from cluster.http_app import create_app
-from cluster.model_registry import ModelRegistry
-from cluster.replica_losses import FailoverPolicy
-from replicas.async_engine import AsyncEngine, EngineUnhealthy
+from cluster.generation.backend import ReplicaDied
+from cluster.generation.model_registry import ModelRegistry
+from cluster.generation.replica_losses import FailoverPolicy
+from cluster.settings.gateway_config import GatewayConfig
+from cluster.telemetry.access_log import AccessRecord
+from cluster.web.http_app import create_app
+from replicas.engine.async_engine import AsyncEngine, EngineUnhealthy
+from replicas.engine.reporter import ReplicaIdentity, Reporter
 from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
-from replicas.reporter import ReplicaIdentity, Reporter
 from replicas.request import GenerationRequest, RequestProgress
 from replicas.text.tokenizer import Tokenizer
-from router.async_router import AsyncRouter
-from router.batch import PrefillEnded, ReplicaLost, RequestEnded
 from router.config import RouterConfig
-from router.policy_choice import make_policy
+from router.live.async_router import AsyncRouter
+from router.live.batch import PrefillEnded, ReplicaLost, RequestEnded
+from router.policies.policy_choice import make_policy
 from router.router import Router
 from router.snapshot import Decision, Rejection, RoutingRequest
 from tests.unit.direct_line import line_to

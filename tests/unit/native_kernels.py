@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from replicas.model.native_decoder import as_struct
 from replicas.native import build
-from replicas.native.decoder import as_struct
 from replicas.native.isa import InstructionSet
 from replicas.native.packing import Element, PackedLinear, padded
 

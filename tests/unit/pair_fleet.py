@@ -9,25 +9,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.access_log import AccessRecord
-from cluster.backend import ReplicaDied, ReplicaGone
-from cluster.choice_streams import ChoiceStreams
-from cluster.prepared_generation import PreparedGeneration
-from cluster.replica_losses import FailoverPolicy
-from cluster.served_model import ServedModel
-from replicas.async_engine import AsyncEngine
-from replicas.engine import Engine
+from cluster.generation.backend import ReplicaDied, ReplicaGone
+from cluster.generation.choice_streams import ChoiceStreams
+from cluster.generation.prepared_generation import PreparedGeneration
+from cluster.generation.replica_losses import FailoverPolicy
+from cluster.generation.served_model import ServedModel
+from cluster.telemetry.access_log import AccessRecord
+from replicas.engine.async_engine import AsyncEngine
+from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
+from replicas.engine.reporter import ReplicaIdentity, Reporter
 from replicas.engine_config import EngineConfig, Role
-from replicas.engine_loader import load_engine
-from replicas.handoff_wiring import InProcessWiring
-from replicas.reporter import ReplicaIdentity, Reporter
+from replicas.handoff.wiring import InProcessWiring
 from replicas.request import GenerationRequest, RequestProgress
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer
-from router.async_router import AsyncRouter
-from router.batch import PrefillEnded, ReplicaLost, RequestEnded
 from router.config import RouterConfig
-from router.policy_choice import make_policy
+from router.live.async_router import AsyncRouter
+from router.live.batch import PrefillEnded, ReplicaLost, RequestEnded
+from router.policies.policy_choice import make_policy
 from router.router import Router
 from router.snapshot import Decision, Rejection, RoutingRequest
 from tests.unit.direct_line import line_to

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.access_log import AccessRecord, log_access
-from cluster.gateway_config import GatewayConfig
+from cluster.settings.gateway_config import GatewayConfig
+from cluster.telemetry.access_log import AccessRecord, log_access
 from replicas.text.tokenizer import Tokenizer
 from tests.unit.in_process_cluster import MODEL, TEXT, client_of, running_cluster
 

@@ -6,7 +6,7 @@ import pytest
 from ray.serve import Application
 
 from cluster.app import build
-from cluster.config import ConfigError
+from cluster.settings.config import ConfigError
 
 
 def test_build_binds_one_graph_for_several_models() -> None:

@@ -5,9 +5,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.body_ahead import MAX_BODY_BYTES, BodyAhead, BodyTaken, body_sent_ahead
-from cluster.errors import BodyTooLarge
-from cluster.request_body import read_body
+from cluster.failures import BodyTooLarge
+from cluster.web.body_ahead import MAX_BODY_BYTES, BodyAhead, BodyTaken, body_sent_ahead
+from cluster.web.request_body import read_body
 
 DISCONNECT: Message = {"type": "http.disconnect"}
 

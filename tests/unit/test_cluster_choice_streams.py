@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
 
-from cluster.access_log import AccessRecord
-from cluster.backend import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft
-from cluster.choice_streams import ChoiceStreams
-from cluster.errors import GenerationFailed, Unavailable
-from cluster.prepared_generation import PreparedGeneration
-from cluster.replica_losses import FailoverPolicy
-from cluster.served_model import ServedModel
+from cluster.failures import GenerationFailed, Unavailable
+from cluster.generation.backend import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft
+from cluster.generation.choice_streams import ChoiceStreams
+from cluster.generation.prepared_generation import PreparedGeneration
+from cluster.generation.replica_losses import FailoverPolicy
+from cluster.generation.served_model import ServedModel
+from cluster.telemetry.access_log import AccessRecord
 from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
 from replicas.request import FinishReason, GenerationRequest, RequestProgress

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import ConfigError, ModelConfig, read_config, read_environment
-from cluster.gateway_config import GatewayConfig
-from cluster.limits import RequestLimits
+from cluster.settings.config import ConfigError, ModelConfig, read_config, read_environment
+from cluster.settings.gateway_config import GatewayConfig
+from cluster.settings.limits import RequestLimits
 from replicas.engine_config import EngineConfig, ParallelConfig
 from router.config import RouterConfig
 

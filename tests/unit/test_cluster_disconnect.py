@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from cluster.disconnect import ClientDisconnected, run_until_disconnect
+from cluster.web.disconnect import ClientDisconnected, run_until_disconnect
 
 
 class _Client:

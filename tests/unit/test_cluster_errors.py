@@ -7,8 +7,8 @@ import logging
 import pytest
 from starlette.exceptions import HTTPException
 
-from cluster.backend import ReplicaGone, RouterGone
-from cluster.errors import BadRequest, BodyTooLarge, GenerationFailed, ModelNotFound, Overloaded, Unavailable, answer_for
+from cluster.failures import BadRequest, BodyTooLarge, GenerationFailed, ModelNotFound, Overloaded, Unavailable, answer_for
+from cluster.generation.backend import ReplicaGone, RouterGone
 from replicas.request import RequestRejected
 from replicas.text.tokenizer import ChatTemplateError
 from tests.unit.openai_schemas import check_schema

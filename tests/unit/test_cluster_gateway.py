@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 
 from cluster.gateway import load_tokenizer
-from replicas.default_model import prepare_default_model
+from replicas.model.default_model import prepare_default_model
 
 
 def test_tokenizer_of_a_gateway_is_out_of_collections() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.gateway_config import GatewayConfig
-from cluster.limits import RequestLimits
+from cluster.settings.gateway_config import GatewayConfig
+from cluster.settings.limits import RequestLimits
 from replicas.text.tokenizer import Tokenizer
 from router.config import RouterConfig
 from tests.unit.in_process_cluster import CHAT, MODEL, TEXT, client_of, running_cluster

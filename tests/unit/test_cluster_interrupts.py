@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cluster.interrupts import Interrupted, Interrupts
+from cluster.serve.interrupts import Interrupted, Interrupts
 
 
 async def _wait(interrupts: Interrupts, target: str, event: asyncio.Event) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import BadRequest
-from cluster.limits import RequestLimits
+from cluster.failures import BadRequest
+from cluster.generation.served_model import ServedModel
 from cluster.protocols.openai.conversion import Caller, parse_chat_request, parse_completion_request, prepare_chat, prepare_completion
-from cluster.served_model import ServedModel
+from cluster.settings.limits import RequestLimits
 from replicas.model_description import ModelDescription
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.errors import BadRequest
-from cluster.priorities import PriorityRules
+from cluster.failures import BadRequest
 from cluster.protocols.openai.conversion import Caller
+from cluster.settings.priorities import PriorityRules
 
 RULES = PriorityRules(highest=0, highest_by_tenant={"vip": -5, "batch": 10})
 

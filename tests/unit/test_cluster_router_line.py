@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster.backend import RouterGone
-from cluster.router_line import RouterLine
-from router.batch import Answer, Answers, Batch, PrefillEnded, RequestEnded
+from cluster.generation.backend import RouterGone
+from cluster.serve.router_line import RouterLine
+from router.live.batch import Answer, Answers, Batch, PrefillEnded, RequestEnded
 from router.snapshot import Decision, Rejection, RoutingRequest
 
 LIFE = "first"
@@ -136,7 +136,7 @@ async def test_cancelled_request_of_a_batch_is_forgotten_and_its_release_follows
 
 
 async def test_notice_that_did_not_arrive_is_told_again(line: RouterLine, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.router_line.RETRY_S", 0.0)
+    monkeypatch.setattr("cluster.serve.router_line.RETRY_S", 0.0)
     line.tell(RequestEnded("a", 3))
     await settled()
     line.tell(RequestEnded("b", 4))

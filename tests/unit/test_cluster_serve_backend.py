@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from cluster import serve_backend
-from cluster.backend import ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
-from cluster.serve_backend import ServeBackend
-from cluster.target_unreachable import TargetUnreachable
+from cluster.generation.backend import ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
+from cluster.serve.serve_backend import ServeBackend
+from cluster.serve.target_unreachable import TargetUnreachable
 from replicas.engine_config import Role
 from replicas.request import FinishReason, GenerationRequest, RequestProgress
 from replicas.sampling_params import SamplingParams
-from router.batch import Answer, Answers, Batch, Notice, PrefillEnded, ReplicaLost, RequestEnded
-from router.fences import Fences
+from router.live.batch import Answer, Answers, Batch, Notice, PrefillEnded, ReplicaLost, RequestEnded
+from router.live.fences import Fences
 from router.snapshot import Decision, RoutingRequest
 
 REQUEST = GenerationRequest(request_id="a", prompt_ids=(1, 2), params=SamplingParams(max_tokens=5), seed=0)
@@ -144,7 +144,7 @@ async def test_stream_of_a_replica_that_is_fenced_ends_at_once_and_is_cancelled_
     assert (await anext(stream)).token_ids == (7,)
     following = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
-    router.fences.set(frozenset({"r"}))
+    router.live.fences.set(frozenset({"r"}))
     async with asyncio.timeout(30):
         with pytest.raises(ReplicaHung):
             await following
@@ -158,7 +158,7 @@ async def test_stream_of_another_replica_goes_on(backend: ServeBackend, router: 
     stream = backend.generate("m", "r", REQUEST)
     await anext(stream)
     following = asyncio.ensure_future(anext(stream))
-    router.fences.set(frozenset({"other"}))
+    router.live.fences.set(frozenset({"other"}))
     await asyncio.sleep(0.02)
     assert not following.done()
     following.cancel()
@@ -168,7 +168,7 @@ async def test_stream_of_another_replica_goes_on(backend: ServeBackend, router: 
 async def test_wait_for_a_hang_ends_with_the_fence_of_that_replica(backend: ServeBackend, router: _Router) -> None:
     waits = [asyncio.ensure_future(backend.wait_hung(replica_id)) for replica_id in ("r", "other")]
     await asyncio.sleep(0)
-    router.fences.set(frozenset({"r"}))
+    router.live.fences.set(frozenset({"r"}))
     async with asyncio.timeout(30):
         await waits[0]
         await backend.wait_hung("r")

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 import pytest
 from starlette.types import Message
 
-from cluster.disconnect import ClientDisconnected
-from cluster.server_sent_events import EventStream, event
+from cluster.web.disconnect import ClientDisconnected
+from cluster.web.server_sent_events import EventStream, event
 
 
 class _Feed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.stream_journal import StreamJournal
+from cluster.generation.stream_journal import StreamJournal
 from replicas.request import GenerationRequest, RequestProgress
 from replicas.sampling_params import SamplingParams
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.surge import Need, num_replicas
+from cluster.serve.surge import Need, num_replicas
 
 
 @pytest.mark.parametrize(

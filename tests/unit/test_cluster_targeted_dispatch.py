@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ray.serve.config import RequestRouterConfig
 
-from cluster.targeted_dispatch import TargetedDispatch
+from cluster.serve.targeted_dispatch import TargetedDispatch
 
 # Runs in a process of its own, as the gateway does: only there does a class pickled by value become a copy.
 SENDER = """
 import asyncio, pickle, sys
 from types import SimpleNamespace
-from cluster.serve_backend import TargetUnreachable
+from cluster.serve.serve_backend import TargetUnreachable
 dispatch = object.__new__(pickle.load(sys.stdin.buffer))
 request = SimpleNamespace(metadata=SimpleNamespace(session_id="gone"))
 try:

@@ -28,24 +28,24 @@ TORCH_FREE_MODULES = (
     "kvcache.ownership",
     "kvcache.prefix_cache",
     "kvcache.transfer_gate",
-    "replicas.async_engine",
-    "replicas.cores",
-    "replicas.default_model",
+    "replicas.engine.async_engine",
+    "replicas.process.cores",
+    "replicas.model.default_model",
     "replicas.engine_config",
-    "replicas.engine_metrics",
-    "replicas.logs",
+    "replicas.engine.metrics",
+    "replicas.process.logs",
     "replicas.model_description",
-    "replicas.paired_progress",
-    "replicas.reporter",
+    "replicas.handoff.paired_progress",
+    "replicas.engine.reporter",
     "replicas.request",
-    "replicas.request_state",
+    "replicas.scheduling.request_state",
     "replicas.sampling_params",
-    "replicas.scheduler",
+    "replicas.scheduling.scheduler",
     "replicas.stats",
-    "replicas.step_plan",
-    "replicas.step_statistics",
+    "replicas.scheduling.step_plan",
+    "replicas.engine.step_statistics",
 )
-RAY_MODULES = ("cluster", "router.deployment", "replicas.deployment")
+RAY_MODULES = ("cluster", "router.deployment", "replicas.deployment", "replicas.serve")
 
 
 def modules() -> dict[str, Path]:
@@ -143,5 +143,5 @@ def test_torch_stays_out_of_what_the_gateway_shares_with_the_engine() -> None:
 
 
 def test_http_application_imports_with_ray_blocked() -> None:
-    result = import_all(["cluster.http_app"], "ray")
+    result = import_all(["cluster.web.http_app"], "ray")
     assert result.returncode == 0, result.stderr[-2000:]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.async_engine import AsyncEngine, EngineUnhealthy
+from replicas.engine.async_engine import AsyncEngine, EngineUnhealthy
 from replicas.request import FinishReason, GenerationRequest, RequestProgress, RequestRejected, StepOutput
 from replicas.sampling_params import SamplingParams
 from replicas.stats import HandoffStats, ReplicaStats

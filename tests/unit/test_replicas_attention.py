@@ -14,10 +14,10 @@ from kvcache.tensors import KVTensors
 from replicas.attention.backend import AttentionBackend, LayerCall
 from replicas.attention.native import NativeAttention
 from replicas.attention.reference import ReferenceAttention, attend_one
+from replicas.attention.step_tensors import StepTensors
 from replicas.native.build import load_native_library
 from replicas.native.isa import AVX512_BF16, EMULATED, cpu_flags, runnable
-from replicas.step_plan import ScheduledChunk, StepPlan
-from replicas.step_tensors import StepTensors
+from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
 
 CPU = torch.device("cpu")
 RUNNABLE = runnable(cpu_flags())

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from replicas.attention.backend import AttentionBackend, LayerCall
 from replicas.attention.reference import ReferenceAttention
+from replicas.attention.step_tensors import StepTensors
 from replicas.attention.varlen_cuda import VarlenCudaAttention
-from replicas.step_arrays import StepArrays
-from replicas.step_tensors import StepTensors
+from replicas.scheduling.step_arrays import StepArrays
 from tests.varlen_twin import varlen_twin
 
 BLOCK_SIZE = 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.cores import CoreDemand, neighbouring_cores, threads_of_engine, try_claim_cores
+from replicas.process.cores import CoreDemand, neighbouring_cores, threads_of_engine, try_claim_cores
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_claims_do_not_overlap_and_come_back(namespace: str) -> None:
 
 def test_claim_of_a_killed_process_is_free_again(namespace: str) -> None:
     code = (
-        "import sys, time; from replicas.cores import try_claim_cores; "
+        "import sys, time; from replicas.process.cores import try_claim_cores; "
         f"claim = try_claim_cores(1, [7], {namespace!r}); print(claim.cores, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:

@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from kvcache.tensors import KVTensors
+from replicas.attention.step_tensors import StepTensors
 from replicas.attention.varlen_cuda import VarlenCudaAttention
-from replicas.cuda_graphs import DecodeShape, GraphedRunner, Replay, graphed
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
-from replicas.model_runner import TransformersRunner, kv_groups, probe_layers
+from replicas.model.cuda_graphs import DecodeShape, GraphedRunner, Replay, graphed
+from replicas.model.runner import TransformersRunner, kv_groups, probe_layers
 from replicas.request import FinishReason, GenerationRequest, RequestKey
 from replicas.sampling_params import SamplingParams
-from replicas.step_arrays import StepArrays
-from replicas.step_tensors import StepTensors
+from replicas.scheduling.step_arrays import StepArrays
 from tests.eager_capture import EagerCapture
 from tests.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from tests.tiny_models import save_tiny_model
@@ -211,7 +211,8 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_torch_threads: No
     model = str(save_tiny_llama(tmp_path))
 
     def loaded(has_graphs: bool) -> Engine:
-        monkeypatch.setattr("replicas.rank_model.choose_capture", lambda config, *rest: EagerCapture() if config.cuda_graphs else None)
+        capture = lambda config, *rest: EagerCapture() if config.cuda_graphs else None  # noqa: E731
+        monkeypatch.setattr("replicas.model.rank_model.choose_capture", capture)
         per_block = BLOCK_SIZE * 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, dim, bytes
         return Engine.load(
             EngineConfig(

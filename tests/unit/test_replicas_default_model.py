@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from replicas import default_model
-from replicas.default_model import DefaultModelError, find_gguf, prepare_default_model
+from replicas.model.default_model import DefaultModelError, find_gguf, prepare_default_model
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_prepare_disk_full_names_the_folder(tmp_path, monkeypatch):
 
 
 def test_module_import_needs_no_torch():
-    code = "import sys; sys.modules['torch'] = None; import replicas.default_model as d; assert 'transformers' not in sys.modules"
+    code = "import sys; sys.modules['torch'] = None; import replicas.model.default_model as d; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 

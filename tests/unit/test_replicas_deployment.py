@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from replicas.async_engine import AsyncEngine
 from replicas.deployment import ReplicaDeployment
+from replicas.engine.async_engine import AsyncEngine
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
 from tests.unit.fake_engine import EchoEngine

@@ -11,18 +11,18 @@ import pytest
 from kvcache.block_pool import BlockPool
 from kvcache.ownership import KVOwnership, TransferRef
 from kvcache.transfer.link import LinkLost
-from replicas.async_engine import AsyncEngine
-from replicas.disaggregated import DisaggregatedEngine
-from replicas.engine import Engine
+from replicas.engine.async_engine import AsyncEngine
+from replicas.engine.disaggregated import DisaggregatedEngine
+from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
-from replicas.engine_loader import load_engine
-from replicas.handoff_wiring import InProcessWiring
-from replicas.handoffs import Handoffs
+from replicas.handoff.handoffs import Handoffs
+from replicas.handoff.other_ranks import NoOtherRanks
+from replicas.handoff.wiring import InProcessWiring
 from replicas.llm import LLM
-from replicas.other_ranks import NoOtherRanks
 from replicas.request import FinishReason, GenerationRequest, RequestRejected
 from replicas.sampling_params import SamplingParams
-from replicas.scheduler import Scheduler
+from replicas.scheduling.scheduler import Scheduler
 from tests.checked_pair import CheckedPair, RandomOperations
 from tests.engine_harness import Generated, requests_for, run
 from tests.tiny_llama import VOCAB_SIZE, generated_by_transformers, save_tiny_llama, shared_prompts
@@ -215,7 +215,7 @@ def test_prefill_engine_that_fails_a_step_leaves_all_to_the_decode_engine(
 ) -> None:
     pair = _restarted(pair)
     monkeypatch.setattr(pair.prefill, "_run", lambda plan: (_ for _ in ()).throw(RuntimeError("a kernel failed")))
-    monkeypatch.setattr("replicas.engine.MAX_FAILED_STEPS", 1_000)
+    monkeypatch.setattr("replicas.engine.engine.MAX_FAILED_STEPS", 1_000)
     monkeypatch.setattr(pair.prefill, "_num_failed_steps", 0)  # put back afterwards: the engine serves the next tests
     assert _tokens(run(pair, requests_for(prompts[:4], GREEDY))) == expected[:4]
     pair.assert_nothing_is_held()

@@ -15,13 +15,13 @@ from kvcache.handoff import HandoffFailed
 from kvcache.tensors import KVTensors
 from kvcache.transfer.object_store import ObjectStoreTransport
 from kvcache.transfer.source import KVSource
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
-from replicas.engine_loader import load_engine
-from replicas.handoff_wiring import InProcessWiring, RemoteWiring
-from replicas.parallel import follower, follower_transfers
-from replicas.parallel.follower_transfers import FollowerTransfers
-from replicas.parallel.ranks import RankLost
+from replicas.handoff.wiring import InProcessWiring, RemoteWiring
+from replicas.ranks import follower, follower_transfers
+from replicas.ranks.follower_transfers import FollowerTransfers
+from replicas.ranks.ranks import RankLost
 from replicas.request import FinishReason
 from replicas.sampling_params import SamplingParams
 from tests.checked_pair import CheckedPair, RandomOperations

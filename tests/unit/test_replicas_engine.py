@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from kvcache.block_pool import BlockPool
-from replicas.engine import Engine
+from replicas.attention.step_tensors import StepTensors
+from replicas.engine.engine import Engine
 from replicas.model_description import ModelDescription
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestRejected
-from replicas.sampler import Sampler
+from replicas.sampling.sampler import Sampler
 from replicas.sampling_params import SamplingParams
-from replicas.scheduler import Scheduler, SchedulerConfig
-from replicas.step_tensors import StepTensors
+from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.engine_harness import requests_for, run
 
 VOCAB_SIZE = 50

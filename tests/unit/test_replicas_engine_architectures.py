@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MambaConfig, T5Config
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
-from replicas.model_loader import choose_model
+from replicas.model.loader import choose_model
 from replicas.model_support import UnsupportedModel
 from replicas.sampling_params import SamplingParams
 from tests.engine_harness import requests_for, run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicas.engine_metrics import EngineMetrics
+from replicas.engine.metrics import EngineMetrics
 from replicas.request import StepOutput
 from replicas.stats import HandoffStats, ReplicaStats
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from replicas.heap import freeze_heap
+from replicas.process.heap import freeze_heap
 
 
 class _Node:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from replicas.kv_sizing import KVSize, _cgroup_available_bytes, cpu_budget_bytes, size_kv
+from replicas.model.kv_sizing import KVSize, _cgroup_available_bytes, cpu_budget_bytes, size_kv
 
 
 def _size(**changes: Any) -> KVSize:

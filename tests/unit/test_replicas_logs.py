@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from replicas.logs import PACKAGES, SERVE_LOGGER, start_logging
+from replicas.process.logs import PACKAGES, SERVE_LOGGER, start_logging
 
 
 @pytest.fixture(autouse=True)

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from kvcache.tensors import KVTensors
-from replicas.engine import Engine
+from replicas.attention.step_tensors import StepTensors
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
-from replicas.model_runner import kv_groups, probe_layers
+from replicas.model.native_decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, why_not_native
+from replicas.model.runner import kv_groups, probe_layers
 from replicas.native import build
 from replicas.native.build import NativeUnavailable, load_native_library, variant_of
-from replicas.native.decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, why_not_native
 from replicas.native.isa import AVX2, AVX512, AVX512_BF16, AVX512_VNNI, EMULATED, PLAIN, InstructionSet, cpu_flags, runnable
 from replicas.native.packing import Element, PackedLinear, pack, unpack
-from replicas.request_state import RequestState
-from replicas.step_plan import ScheduledChunk, StepPlan
-from replicas.step_tensors import StepTensors
+from replicas.scheduling.request_state import RequestState
+from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
 from tests.unit.native_kernels import as_multiplied, multiply
 
 CPU = torch.device("cpu")
@@ -232,7 +232,7 @@ def test_load_with_a_quantization_caches_it_and_says_so(
 ) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     library = load_native_library(Path("~/.cache/manta/native").expanduser())
-    monkeypatch.setattr("replicas.model_loader.load_native_library", lambda **variants: library)
+    monkeypatch.setattr("replicas.model.loader.load_native_library", lambda **variants: library)
     config = EngineConfig(model=str(_saved_model(tmp_path / "model")), kv_cache_bytes=1 << 20, quantization="int8")
     fingerprints = set()
     for logged in ("kept the quantized weights", "quantized weights from"):

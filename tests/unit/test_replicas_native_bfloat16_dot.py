@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
+from replicas.model.native_decoder import NativeDecoder
 from replicas.native.build import load_native_library, variant_of
-from replicas.native.decoder import NativeDecoder
 from replicas.native.isa import AVX512_BF16, EMULATED, PLAIN, cpu_flags
 from replicas.native.packing import Element, pack
 from replicas.sampling_params import SamplingParams
@@ -149,7 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Loads an engine as on a CPU whose best variant is the emulated one."""
-    monkeypatch.setattr("replicas.model_loader.runnable", lambda flags: [EMULATED, PLAIN])
+    monkeypatch.setattr("replicas.model.loader.runnable", lambda flags: [EMULATED, PLAIN])
 
     def load(**kwargs: Any) -> Engine:
         return Engine.load(

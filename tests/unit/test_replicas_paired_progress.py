@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.paired_progress import PairedProgress
+from replicas.handoff.paired_progress import PairedProgress
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, TokenLogprob
 from replicas.sampling_params import SamplingParams
 from tests.unit.pair_backend import HANDOFF, logprob

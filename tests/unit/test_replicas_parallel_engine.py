@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig, ParallelConfig
 from replicas.model_support import UnsupportedModel
 from replicas.native.build import load_native_library
-from replicas.parallel.ranks import RankLost
+from replicas.ranks.ranks import RankLost
 from replicas.sampling_params import SamplingParams
 from tests.engine_harness import requests_for, run
 from tests.rank_threads import ThreadLauncher
@@ -201,7 +201,7 @@ def test_weights_that_cannot_be_read_in_parts_are_refused_with_the_way_out(tmp_p
 
 
 def test_rank_that_cannot_load_stops_the_load_with_its_reason(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from replicas.parallel import follower
+    from replicas.ranks import follower
 
     def fail(*_: object) -> None:
         raise ValueError("no space on this rank's device")

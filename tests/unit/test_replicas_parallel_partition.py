@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.parallel.partition import COLUMN_UNIT, ModelShape, RankShare, largest_size, partition
+from replicas.sharding.partition import COLUMN_UNIT, ModelShape, RankShare, largest_size, partition
 
 SMOLLM2 = ModelShape(
     num_heads=9, num_kv_heads=3, num_columns=1536, vocab_size=49152, weights_per_head=30 * 2 * 64 * 576,

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from replicas.parallel.channel import Channel, ChannelClosed, Kind, RankAddress, connect
-from replicas.parallel.launcher import LaunchedRank
-from replicas.parallel.rank_process import RankWork
-from replicas.parallel.ranks import RankLost, Ranks, RankStartError
+from replicas.ranks.channel import Channel, ChannelClosed, Kind, RankAddress, connect
+from replicas.ranks.launcher import LaunchedRank
+from replicas.ranks.rank_process import RankWork
+from replicas.ranks.ranks import RankLost, Ranks, RankStartError
 
 PATIENCE_S = 10.0
 

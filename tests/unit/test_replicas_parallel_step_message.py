@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.parallel.step_message import decode_step, encode_step
-from replicas.step_arrays import StepArrays
-from replicas.step_tensors import StepTensors
+from replicas.attention.step_tensors import StepTensors
+from replicas.ranks.step_message import decode_step, encode_step
+from replicas.scheduling.step_arrays import StepArrays
 
 
 @st.composite

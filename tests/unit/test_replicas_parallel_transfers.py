@@ -24,10 +24,10 @@ from kvcache.transfer.pull import PullOutcome
 from kvcache.transfer.remote import RemoteConnector
 from kvcache.transfer_gate import TransferGate
 from kvcache.wire import WireFormat
-from replicas.parallel.follower_transfers import FollowerTransfers
-from replicas.parallel.rank_transfers import RankTransfers
-from replicas.parallel.ranks import RankLost
-from replicas.parallel.transfer_message import (
+from replicas.ranks.follower_transfers import FollowerTransfers
+from replicas.ranks.rank_transfers import RankTransfers
+from replicas.ranks.ranks import RankLost
+from replicas.ranks.transfer_message import (
     CancelPull,
     Close,
     Closed,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from replicas.philox import philox4x32, uniforms
+from replicas.sampling.philox import philox4x32, uniforms
 
 
 @pytest.mark.parametrize(

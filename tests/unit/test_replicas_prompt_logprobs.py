@@ -11,14 +11,14 @@ import torch
 from transformers import LlamaForCausalLM
 
 from kvcache.block_pool import BlockPool
-from replicas.async_engine import merge_progress
-from replicas.disaggregated import DisaggregatedEngine
-from replicas.engine import Engine
+from replicas.engine.async_engine import merge_progress
+from replicas.engine.disaggregated import DisaggregatedEngine
+from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
-from replicas.engine_loader import load_engine
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, TokenLogprob
 from replicas.sampling_params import SamplingParams
-from replicas.scheduler import Scheduler
+from replicas.scheduling.scheduler import Scheduler
 from tests.engine_harness import Generated, run
 from tests.tiny_llama import save_tiny_llama, shared_prompts
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from kvcache.events import BlockStored
-from replicas.async_engine import KVChanges
-from replicas.reporter import ReplicaIdentity, Reporter, report_interval_s
+from replicas.engine.async_engine import KVChanges
+from replicas.engine.reporter import ReplicaIdentity, Reporter, report_interval_s
 from replicas.stats import ReplicaReport, ReplicaStats, ReportReply
 
 

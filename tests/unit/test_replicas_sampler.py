@@ -18,11 +18,11 @@ from transformers.generation.logits_process import (
 )
 
 from replicas.native.build import load_native_library
-from replicas.native.sampling import NativeDraw
-from replicas.philox import uniforms
-from replicas.sampler import Sampler, edit_logits, filtered_probs, inverse_cdf
+from replicas.sampling.native_draw import NativeDraw
+from replicas.sampling.philox import uniforms
+from replicas.sampling.sampler import Sampler, edit_logits, filtered_probs, inverse_cdf
+from replicas.sampling.sampling_state import SamplingState
 from replicas.sampling_params import SamplingParams
-from replicas.sampling_state import SamplingState
 
 
 @pytest.fixture(scope="module")

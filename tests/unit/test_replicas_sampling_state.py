@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicas.sampling.sampling_state import SamplingState
 from replicas.sampling_params import SamplingParams
-from replicas.sampling_state import SamplingState
 
 
 def test_state_with_output_ids_starts_at_their_position():

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from replicas.request import GenerationRequest, RequestKey, RequestProgress
 from replicas.sampling_params import SamplingParams
-from replicas.step_plan import StepPlan
+from replicas.scheduling.step_plan import StepPlan
 from tests.unit.scheduler_steps import EOS, new_scheduler
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from replicas.engine.step_statistics import SMOOTHING, StepStatistics
 from replicas.request import StepOutput
-from replicas.step_statistics import SMOOTHING, StepStatistics
 
 
 def _rate_after(*steps: StepOutput) -> float | None:

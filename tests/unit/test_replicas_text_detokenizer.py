@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.default_model import prepare_default_model
+from replicas.model.default_model import prepare_default_model
 from replicas.text.detokenizer import IncrementalDetokenizer
 from replicas.text.tokenizer import Tokenizer
 from tests.data_paths import SHARED_DATA

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.default_model import prepare_default_model
+from replicas.model.default_model import prepare_default_model
 from replicas.request import FinishReason, RequestKey, RequestProgress, TokenLogprob
 from replicas.sampling_params import SamplingParams
 from replicas.text.text_stream import TextStream

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from replicas.default_model import prepare_default_model
+from replicas.model.default_model import prepare_default_model
 from replicas.text.token_bytes import byte_level_bytes
 from replicas.text.tokenizer import ChatTemplateError, TextTooLong, Tokenizer, TokenizerLoadError
 from tests.small_tokenizers import FAMILIES, naughty_strings, small_tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.transfer_rate import TransferRate
+from replicas.handoff.transfer_rate import TransferRate
 
 
 def test_no_handoff_no_rate() -> None:

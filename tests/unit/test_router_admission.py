@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission import AdmissionQueue, Waiting
 from router.config import AdmissionOrder, RouterConfig
 from router.snapshot import RoutingRequest
+from router.waiting.admission import AdmissionQueue, Waiting
 
 
 def request(request_id: str, *, tenant: str = "a", priority: int = 0, tokens: int = 100, deadline_s: float | None = None) -> RoutingRequest:
@@ -138,7 +138,7 @@ def test_fair_tenant_that_was_idle_gets_no_credit() -> None:
 
 
 def test_fair_made_up_tenants_leave_a_bounded_memory_and_do_not_clear_a_debt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.admission._MAX_IDLE_TENANTS", 40)
+    monkeypatch.setattr("router.waiting.admission._MAX_IDLE_TENANTS", 40)
     queue = queue_with("priority", "fair")
     queue.submit(request("long", tenant="debtor", tokens=5_000), 0.0, 0.0)
     queue.submit(request("stays", tenant="active"), 0.0, 0.0)

@@ -9,10 +9,10 @@ import pytest
 
 from replicas.engine_config import Role
 from replicas.stats import ReplicaReport, ReplicaStats
-from router.async_router import AsyncRouter
-from router.batch import Answer, Answers, RequestEnded
 from router.config import RouterConfig
-from router.policies import LeastLoaded, PairedPools
+from router.live.async_router import AsyncRouter
+from router.live.batch import Answer, Answers, RequestEnded
+from router.policies.policy import LeastLoaded, PairedPools
 from router.router import Router
 from router.snapshot import Decision, Rejection, RoutingRequest
 

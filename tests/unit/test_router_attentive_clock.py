@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.attentive_clock import AttentiveClock
+from router.live.attentive_clock import AttentiveClock
 
 
 class _World:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.bookings import Booking, PendingPrefixes
+from router.fleet.bookings import Booking, PendingPrefixes
 from router.snapshot import RoutingRequest
 
 

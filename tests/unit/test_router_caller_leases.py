@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.caller_leases import CallerLeases
+from router.live.caller_leases import CallerLeases
 
 
 class _Clock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.fences import Fences
+from router.live.fences import Fences
 
 
 async def test_watcher_hears_of_a_change_at_once() -> None:

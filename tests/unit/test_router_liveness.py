@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.liveness import LivenessMonitor
+from router.live.liveness import LivenessMonitor
 
 
 class _World:

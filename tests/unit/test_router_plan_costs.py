@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from router.plan_costs import Plan, PlanCosts
-from router.replica_costs import ReplicaCosts, ScoringWeights
+from router.policies.plan_costs import Plan, PlanCosts
+from router.policies.replica_costs import ReplicaCosts, ScoringWeights
 from router.snapshot import ClusterSnapshot, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
 STATS = ReplicaLoad(

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from router.config import RouterConfig
-from router.policies import ConsistentHash, LeastLoaded, LongestPrefix, PairedPools, PowerOfTwo, RoundRobin, rendezvous_weight
-from router.policy_choice import make_policy
+from router.policies.policy import ConsistentHash, LeastLoaded, LongestPrefix, PairedPools, PowerOfTwo, RoundRobin, rendezvous_weight
+from router.policies.policy_choice import make_policy
 from router.snapshot import ClusterSnapshot, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
 

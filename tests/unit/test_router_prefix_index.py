@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.events import BlockEvicted, BlockStored, KVEvent, KVEventLog, Tier
-from router.prefix_index import PrefixIndex
+from router.fleet.prefix_index import PrefixIndex
 
 ROOT = b"root"
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from replicas.stats import ReplicaStats
-from router.rates import DrainRate, PoolRates, RateModel, Rates
+from router.fleet.rates import DrainRate, PoolRates, RateModel, Rates
 
 PRIOR = Rates(prefill_tokens_per_s=4_000.0, decode_step_s=0.03)
 

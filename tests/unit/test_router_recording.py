@@ -8,8 +8,8 @@ import pytest
 from replicas.engine_config import Role
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.config import PolicyName, RouterConfig
-from router.policies import RoundRobin
-from router.policy_choice import make_policy
+from router.policies.policy import RoundRobin
+from router.policies.policy_choice import make_policy
 from router.recording import DecisionRecorder, read_records, replay
 from router.router import Router
 from router.snapshot import Decision, RoutingRequest

@@ -5,10 +5,10 @@ from math import exp
 import pytest
 
 from replicas.stats import ReplicaReport, ReplicaStats
-from router.bookings import Booking
-from router.preview import CandidatePreview
-from router.rates import Rates
-from router.replica_state import ReplicaState
+from router.fleet.bookings import Booking
+from router.fleet.preview import CandidatePreview
+from router.fleet.rates import Rates
+from router.fleet.replica_state import ReplicaState
 from router.snapshot import RECENT_WORK_S, RoutingRequest
 
 RATES = Rates(prefill_tokens_per_s=1_000.0, decode_step_s=0.01)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.router_metrics import COUNTERS, GAUGES, RouterMetrics
+from router.live.router_metrics import COUNTERS, GAUGES, RouterMetrics
 from tests.router_harness import make_router, report, request
 
 

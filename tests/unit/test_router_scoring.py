@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from router.replica_costs import ScoringWeights
-from router.scoring import ScoringPolicy
+from router.policies.replica_costs import ScoringWeights
+from router.policies.scoring import ScoringPolicy
 from router.snapshot import RECENT_WORK_S, CandidateScore, ClusterSnapshot, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
 REPLICA = ReplicaSnapshot(

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from router.config import PolicyName, RouterConfig
-from router.policy_choice import make_policy
+from router.policies.policy_choice import make_policy
 from router.simulator.__main__ import main
 from router.simulator.hardware import DEVICES, MODELS, StepTimer
 from router.simulator.simulation import Simulation, SimulationConfig, SimulationResult

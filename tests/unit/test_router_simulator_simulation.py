@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from router.config import PolicyName, RouterConfig
-from router.policy_choice import make_policy
+from router.policies.policy_choice import make_policy
 from router.simulator.__main__ import main
 from router.simulator.comparison import run_policy
 from router.simulator.hardware import DEVICES, MODELS, StepTimer

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cluster.errors import BadRequest
-from cluster.limits import RequestLimits
-from cluster.prepared_generation import PreparedGeneration
-from cluster.priorities import PriorityRules
+from cluster.failures import BadRequest
+from cluster.generation.prepared_generation import PreparedGeneration
+from cluster.generation.served_model import ServedModel
 from cluster.protocols.openai import chat_request, completion_request
 from cluster.protocols.openai.chat_request import ChatCompletionRequest
 from cluster.protocols.openai.completion_request import CompletionRequest
 from cluster.protocols.openai.generation_fields import GenerationFields
 from cluster.protocols.openai.wire import parse_body, refuse_unsupported, shown
-from cluster.served_model import ServedModel
+from cluster.settings.limits import RequestLimits
+from cluster.settings.priorities import PriorityRules
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import TextTooLong

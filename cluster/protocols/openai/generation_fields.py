@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from cluster.errors import BadRequest
-from cluster.limits import RequestLimits
-from cluster.priorities import MAX_PRIORITY
+from cluster.failures import BadRequest
 from cluster.protocols.openai.wire import WireModel, is_number_within, json_type, shown
+from cluster.settings.limits import RequestLimits
+from cluster.settings.priorities import MAX_PRIORITY
 from replicas.sampling_params import MAX_LOGPROBS
 
 MAX_SEED = 2**63

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.choice_streams import ChoiceDelta
-from cluster.prepared_generation import PreparedGeneration
+from cluster.generation.choice_streams import ChoiceDelta
+from cluster.generation.prepared_generation import PreparedGeneration
 from replicas.request import TokenLogprob
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer

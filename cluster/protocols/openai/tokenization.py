@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from cluster.errors import BadRequest
-from cluster.limits import RequestLimits
+from cluster.failures import BadRequest
+from cluster.generation.served_model import ServedModel
 from cluster.protocols.openai.chat_request import ChatMessage
 from cluster.protocols.openai.generation_fields import Identifier, Text
 from cluster.protocols.openai.wire import WireModel, parse_body, shown
-from cluster.served_model import ServedModel
+from cluster.settings.limits import RequestLimits
 
 
 class TokenizeRequest(WireModel):

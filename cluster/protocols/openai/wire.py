@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from cluster.errors import BadRequest
+from cluster.failures import BadRequest
 
 Model = TypeVar("Model", bound="WireModel")
 

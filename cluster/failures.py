@@ -1,0 +1,137 @@
+"""Every way a request can fail at the gateway, and the one table that turns it into an HTTP answer.
+
+Bodies follow OpenAI's `ErrorResponse`: {"error": {"message", "type", "param", "code"}}.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from cluster.generation.backend import ReplicaGone, RouterGone
+from replicas.request import RequestRejected
+from replicas.text.tokenizer import ChatTemplateArgumentError, ChatTemplateError
+
+logger = logging.getLogger(__name__)
+
+
+class BadRequest(ValueError):
+    """The body can never be served as it is; `param` names the field, as OpenAI writes it ("messages[0].content")."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class BodyTooLarge(Exception):
+    """The body has more bytes than the gateway takes."""
+
+
+class ModelNotFound(Exception):
+    """No model of that name is served here. Not raised while a known model is starting: that is Unavailable."""
+
+    def __init__(self, name: str, served: tuple[str, ...]) -> None:
+        super().__init__(f"The model {name[:200]!r} does not exist. Served here: {', '.join(served)}.")
+
+
+class Overloaded(Exception):
+    """The router's queue is at its limit; the client should come back after `retry_after_s`."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(Exception):
+    """Nothing can take the request now: no replica, no router, or replicas that died on every attempt."""
+
+    def __init__(self, reason: str, retry_after_s: float = 2.0) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class GenerationFailed(Exception):
+    """The engine accepted the request and could not finish it (a numerical fault), or every replica that ran it died. Another
+    attempt would fail as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorAnswer:
+    """One HTTP error, ready to be sent or to become an SSE event."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    status: int
+    type: str
+    code: str | None = None
+    param: str | None = None
+
+
+# Exception class -> answer; the first row that matches wins.
+_TABLE: tuple[tuple[type[Exception], _Row], ...] = (
+    (BadRequest, _Row(400, "invalid_request_error")),
+    (ChatTemplateArgumentError, _Row(400, "invalid_request_error", "invalid_value", "chat_template_kwargs")),
+    (ChatTemplateError, _Row(400, "invalid_request_error", "invalid_chat_template_input", "messages")),
+    (RequestRejected, _Row(400, "invalid_request_error", "request_rejected")),
+    (ModelNotFound, _Row(404, "invalid_request_error", "model_not_found", "model")),
+    (BodyTooLarge, _Row(413, "invalid_request_error", "body_too_large")),
+    (Overloaded, _Row(429, "rate_limit_error", "rate_limit_exceeded")),
+    (Unavailable, _Row(503, "service_unavailable_error", "unavailable")),
+    (RouterGone, _Row(503, "service_unavailable_error", "unavailable")),
+    (ReplicaGone, _Row(503, "service_unavailable_error", "unavailable")),
+    (GenerationFailed, _Row(500, "server_error", "generation_failed")),
+)
+
+
+def answer_for(error: Exception, request_id: str) -> ErrorAnswer:
+    """The answer to give for `error`. An exception that no row names is our bug: logged whole, told as a plain 500."""
+    if isinstance(error, HTTPException):
+        return _http_answer(error)
+    for kind, row in _TABLE:
+        if isinstance(error, kind):
+            param = getattr(error, "param", None) or row.param
+            code = getattr(error, "code", None) or row.code
+            return ErrorAnswer(
+                status=row.status, message=_one_line(error), type=row.type, param=param, code=code, headers=_retry_headers(error)
+            )
+    logger.error("request %s failed", request_id, exc_info=error)
+    return ErrorAnswer(
+        status=500,
+        message=f"Internal error; the server's log has it under request {request_id}.",
+        type="server_error",
+        code="internal_error",
+    )
+
+
+def _http_answer(error: HTTPException) -> ErrorAnswer:
+    status = error.status_code
+    phrase = HTTPStatus(status).phrase if not error.detail else str(error.detail)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    codes = {404: "unknown_url", 405: "method_not_allowed"}
+    return ErrorAnswer(status=status, message=phrase, type=kind, code=codes.get(status), headers=dict(error.headers or {}))
+
+
+def _retry_headers(error: Exception) -> dict[str, str]:
+    retry_after_s = getattr(error, "retry_after_s", None)
+    return {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,106 @@
+"""Answers a prepared generation, whole or as a stream of events, in whatever protocol it came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from starlette.responses import JSONResponse, Response
+
+from cluster.failures import answer_for
+from cluster.generation.backend import Backend
+from cluster.generation.choice_streams import ChoiceDelta, ChoiceStreams
+from cluster.generation.prepared_generation import PreparedGeneration
+from cluster.generation.replica_losses import FailoverPolicy
+from cluster.generation.served_model import ServedModel
+from cluster.protocols.openai.responses import usage_body
+from cluster.telemetry.access_log import AccessRecord
+from cluster.web.server_sent_events import DONE, EventStream, event
+from replicas.request import FinishReason
+
+
+class Chunks(Protocol):
+    """Writes a stream: what opens it, what each delta adds, and the usage at its end."""
+
+    def start(self) -> list[dict[str, Any]]: ...
+    def delta(self, delta: ChoiceDelta) -> list[dict[str, Any]]: ...
+    def usage(self, usage: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+class Whole(Protocol):
+    """Collects deltas into one body."""
+
+    def add(self, delta: ChoiceDelta) -> None: ...
+    def body(self, usage: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+class GenerationAnswers:
+    """Runs generations on a backend. A generation ends, on every replica, before its answer does."""
+
+    def __init__(self, backend: Backend, policy: FailoverPolicy) -> None:
+        self._backend = backend
+        self._policy = policy
+
+    async def respond(
+        self, prepared: PreparedGeneration, model: ServedModel, chunks: Chunks, whole: Whole, record: AccessRecord
+    ) -> Response:
+        """Returns a stream only once its first token is there, so that failing before it keeps its own status.
+
+        Raises what `ChoiceStreams` raises.
+        """
+        record.response_id = prepared.response_id
+        record.num_prompt_tokens = prepared.num_prompt_tokens
+        if prepared.stream:
+            events = self._events(prepared, model, chunks, record)
+            return EventStream(await anext(events), events)
+        async with aclosing(self._deltas(prepared, model, record)) as deltas:
+            async for delta in deltas:
+                whole.add(delta)
+        if prepared.params.prompt_logprobs is None:
+            return JSONResponse(whole.body(_usage(record)))
+        return await asyncio.to_thread(lambda: JSONResponse(whole.body(_usage(record))))  # long as the prompt is
+
+    async def _deltas(self, prepared: PreparedGeneration, model: ServedModel, record: AccessRecord) -> AsyncGenerator[ChoiceDelta, None]:
+        """Closing it cancels what still runs."""
+        if prepared.is_prompt_only:
+            for index in range(prepared.num_choices):
+                yield ChoiceDelta(index=index, finish_reason=FinishReason.LENGTH)
+            return
+        async with ChoiceStreams(prepared, model, self._backend, record, self._policy) as streams:
+            async for delta in streams:
+                yield delta
+
+    async def _events(
+        self, prepared: PreparedGeneration, model: ServedModel, chunks: Chunks, record: AccessRecord
+    ) -> AsyncGenerator[bytes, None]:
+        has_begun = False
+        async with aclosing(self._deltas(prepared, model, record)) as deltas:
+            try:
+                async for delta in deltas:
+                    is_long = delta.prompt_logprobs is not None
+                    added = await asyncio.to_thread(chunks.delta, delta) if is_long else chunks.delta(delta)
+                    new = added if has_begun else [*chunks.start(), *added]
+                    if new:
+                        yield _join(new)
+                        has_begun = True
+            except Exception as error:  # the status is out: all that is left is an event
+                if not has_begun:
+                    raise
+                answer = answer_for(error, record.request_id)
+                record.error = answer.code or answer.type
+                yield event(answer.body())
+                return
+        last = [] if has_begun else chunks.start()
+        if prepared.include_usage:
+            last.append(chunks.usage(_usage(record)))
+        yield _join(last) + DONE
+
+
+def _join(chunks: list[dict[str, Any]]) -> bytes:
+    return b"".join(map(event, chunks))
+
+
+def _usage(record: AccessRecord) -> dict[str, Any]:
+    return usage_body(record.num_prompt_tokens, record.num_output_tokens, record.num_cached_tokens)

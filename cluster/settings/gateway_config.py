@@ -1,0 +1,37 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.generation.replica_losses import FailoverPolicy
+from cluster.settings.limits import RequestLimits
+from cluster.settings.priorities import PriorityRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """One gateway's settings; every gateway replica has the same."""
+
+    num_replicas: int = 1
+    num_cpus: float = 0.1
+    """CPUs that Ray reserves for each; the gateway shares cores with whatever else runs."""
+    drain_s: float = 600.0
+    """How long a gateway that is stopped keeps its open connections: nobody can take them over. New ones go to its successor."""
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    failover: FailoverPolicy = field(default_factory=FailoverPolicy)
+    tenant_header: str = "X-Tenant"
+    """Header that names the tenant for fairness and logs; requests without it share the tenant "default"."""
+    priorities: PriorityRules = field(default_factory=PriorityRules)
+    log_prompts: bool = False
+    """Puts prompts into the access log. Off: text of users does not belong in logs."""
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ValueError(f"num_replicas must be at least 1, got {self.num_replicas}")
+        if self.num_cpus < 0:
+            raise ValueError(f"num_cpus must be at least 0, got {self.num_cpus}")
+        if self.drain_s < 0:
+            raise ValueError(f"drain_s must be at least 0, got {self.drain_s}")
+        if not self.tenant_header.replace("-", "").isalnum():
+            raise ValueError(f"tenant_header must be the name of an HTTP header, got {self.tenant_header!r}")

@@ -1,0 +1,358 @@
+"""The engine on a thread of its own, seen from an asyncio loop. Free of torch: the engine is loaded inside the thread.
+
+The loop sends commands through one queue and gets progress back through `call_soon_threadsafe`, one call a step; no
+other state is shared. A step never waits for a reader, and whatever is ready when a reader wakes up comes as one item.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from kvcache.events import KVEvent
+from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
+from replicas.stats import ReplicaStats
+
+logger = logging.getLogger(__name__)
+
+
+class EngineUnhealthy(RuntimeError):
+    """The engine died, or has had work for longer than its deadline without finishing a step.
+
+    Not raised while it loads, is idle, or finishes steps slowly.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVChanges:
+    """Changes of the prefix cache from event `first_event` on, or every cached block when `is_full_state`."""
+
+    first_event: int
+    events: tuple[KVEvent, ...]
+    is_full_state: bool
+
+
+class StepEngine(Protocol):
+    """What a thread can drive: `replicas.engine.engine.Engine`, or a fake with hand-calculable output."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def add_request(self, request: GenerationRequest) -> None: ...
+    def cancel(self, key: RequestKey) -> bool: ...
+    def step(self) -> StepOutput: ...
+    def wake(self) -> None:
+        """From any thread: a step that only waits for transfers ends at once."""
+
+    def stats(self) -> ReplicaStats: ...
+    def kv_changes(self, since: int | None) -> KVChanges: ...
+    def close(self) -> None: ...
+
+
+class _Stream:
+    """Progress of one request on its way to its reader. Lives in the event loop."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.key = request.key
+        self.attempt = request.attempt
+        self.caller = request.caller
+        self.is_finished = False
+        self._pending: RequestProgress | Exception | None = None
+        self._ready = asyncio.Event()
+
+    def push(self, progress: RequestProgress) -> None:
+        if self.is_finished:
+            return
+        held = self._pending
+        self._pending = merge_progress(held, progress) if isinstance(held, RequestProgress) else progress
+        self.is_finished = progress.finish_reason is not None
+        self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        if not self.is_finished:
+            self._pending, self.is_finished = error, True
+            self._ready.set()
+
+    async def take(self) -> RequestProgress:
+        await self._ready.wait()
+        self._ready.clear()
+        pending, self._pending = self._pending, None
+        if isinstance(pending, RequestProgress):
+            return pending
+        assert pending is not None
+        raise pending
+
+
+def merge_progress(earlier: RequestProgress, later: RequestProgress) -> RequestProgress:
+    """One message with the tokens of both, in order, and the later one's ending."""
+    return replace(
+        later,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=earlier.logprobs + later.logprobs,
+        prompt_logprobs=later.prompt_logprobs if earlier.prompt_logprobs is None else earlier.prompt_logprobs,
+        handoff=earlier.handoff or later.handoff,
+    )
+
+
+class AsyncEngine:
+    """Owns the engine thread. Every accepted request ends in exactly one progress with a `finish_reason`."""
+
+    def __init__(
+        self,
+        load: Callable[[], StepEngine],
+        *,
+        progress_deadline_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[StepOutput], None] | None = None,
+    ) -> None:
+        """`load` runs in the engine thread. `on_step` is called in the event loop after each step, for metrics."""
+        self._load = load
+        self._progress_deadline_s = progress_deadline_s
+        self._clock = clock
+        self._on_step = on_step
+        self._commands: queue.SimpleQueue[Callable[[StepEngine], None] | None] = queue.SimpleQueue()
+        self._streams: dict[RequestKey, _Stream] = {}
+        self._reads: set[asyncio.Future[KVChanges]] = set()  # answers that the thread still owes
+        self._engine: StepEngine | None = None  # once it has loaded; other threads may only wake it
+        self._stats = ReplicaStats()
+        self._has_stepped = asyncio.Event()
+        self._busy_since_s: float | None = None  # set while there is work; moved forward by each finished step
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.epoch = time.time_ns()
+
+    async def start(self) -> None:
+        """Loads the engine and returns when it can serve; raises what the load raised."""
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
+        self._thread.start()
+        await ready
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+        """Yields what is ready until the request ends; closing the iterator or cancelling its task cancels the request.
+
+        A newer attempt at a key takes its place: the older stream ends as cancelled. Raises RequestRejected when the
+        engine cannot ever serve it or the key is in use, EngineUnhealthy when the engine is dead.
+        """
+        self._raise_if_dead()
+        older = self._streams.get(request.key)
+        if older is not None and older.attempt >= request.attempt:
+            raise RequestRejected(f"request {request.request_id!r} choice {request.choice} is already running")
+        if older is not None:
+            self._cancel(older)
+            older.push(RequestProgress(key=older.key, attempt=older.attempt, finish_reason=FinishReason.CANCELLED))
+        stream = self._streams[request.key] = _Stream(request)
+        self._submit(lambda engine: self._add(engine, request, stream))
+        try:
+            while True:
+                progress = await stream.take()
+                yield progress
+                if progress.finish_reason is not None:
+                    return
+        finally:
+            if not stream.is_finished:
+                self._cancel(stream)
+            if self._streams.get(request.key) is stream:
+                del self._streams[request.key]
+
+    def cancel(self, request_id: str) -> int:
+        """Cancels every choice of a request; each of its streams ends with CANCELLED. Returns how many there were."""
+        streams = [stream for key, stream in self._streams.items() if key.request_id == request_id]
+        for stream in streams:
+            self._cancel(stream)
+        return len(streams)
+
+    @property
+    def callers(self) -> tuple[str, ...]:
+        """Whose requests are here; each once, the nameless left out."""
+        return tuple(sorted({stream.caller for stream in self._streams.values() if stream.caller}))
+
+    def cancel_callers(self, callers: Collection[str]) -> int:
+        """Cancels every request of these callers; returns how many there were."""
+        streams = [stream for stream in self._streams.values() if stream.caller in callers]
+        for stream in streams:
+            self._cancel(stream)
+        return len(streams)
+
+    def cancel_all(self) -> int:
+        """Cancels every request, so that its reader may take it elsewhere; returns how many there were. What has been handed
+        over is left to be taken."""
+        streams = [stream for stream in self._streams.values() if not stream.is_finished]
+        for stream in streams:
+            self._cancel(stream)
+        return len(streams)
+
+    def stats(self) -> ReplicaStats:
+        """As of the end of the last step."""
+        return self._stats
+
+    async def kv_changes(self, since: int | None) -> KVChanges:
+        """Changes since event `since`, read between two steps; None asks for the full state.
+
+        Raises EngineUnhealthy when the engine is dead, or ends before it answers.
+        """
+        self._raise_if_dead()
+        assert self._loop is not None
+        loop = self._loop
+        future: asyncio.Future[KVChanges] = loop.create_future()
+        self._reads.add(future)
+        future.add_done_callback(self._reads.discard)
+
+        def read(engine: StepEngine) -> None:
+            loop.call_soon_threadsafe(_resolve, future, engine.kv_changes(since))
+
+        self._submit(read)
+        return await future
+
+    async def wait_leases_ended(self, timeout_s: float) -> int:
+        """Returns when no other replica may read blocks here any more, at the latest after `timeout_s`; how many may still."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._stats.handoffs.num_leases and self._error is None:
+                    self._has_stepped.clear()
+                    await self._has_stepped.wait()
+        return self._stats.handoffs.num_leases
+
+    def check_health(self) -> None:
+        """Raises EngineUnhealthy when the thread died or makes no progress."""
+        self._raise_if_dead()
+        busy_since_s = self._busy_since_s
+        if busy_since_s is not None and (stuck_s := self._clock() - busy_since_s) > self._progress_deadline_s:
+            raise EngineUnhealthy(f"no step finished for {stuck_s:.0f} s although there is work")
+
+    async def shutdown(self) -> None:
+        """Ends the thread after its current step; requests still running end as cancelled."""
+        if self._thread is None:
+            return
+        self._put(None)
+        await asyncio.to_thread(self._thread.join)
+        for stream in self._streams.values():
+            stream.push(RequestProgress(key=stream.key, attempt=stream.attempt, finish_reason=FinishReason.CANCELLED))
+        for future in self._reads:
+            _reject(future, EngineUnhealthy("the engine was shut down"))
+
+    def _raise_if_dead(self) -> None:
+        if self._error is not None:
+            raise EngineUnhealthy(f"the engine stopped: {self._error!r}")
+        if self._thread is not None and not self._thread.is_alive():
+            raise EngineUnhealthy("the engine thread has ended")
+
+    def _submit(self, command: Callable[[StepEngine], None]) -> None:
+        if self._busy_since_s is None:
+            self._busy_since_s = self._clock()
+        self._put(command)
+
+    def _put(self, command: Callable[[StepEngine], None] | None) -> None:
+        self._commands.put(command)
+        if self._engine is not None:
+            self._engine.wake()
+
+    def _cancel(self, stream: _Stream) -> None:
+        self._submit(lambda engine: _ignore_result(engine.cancel(stream.key)))
+
+    # In the event loop, called from the engine thread.
+
+    def _dispatch(self, output: StepOutput) -> None:
+        for progress in output.progress:
+            stream = self._streams.get(progress.key)
+            if stream is not None and stream.attempt == progress.attempt:
+                stream.push(progress)
+        if self._on_step is not None:
+            self._on_step(output)
+        self._has_stepped.set()
+
+    def _fail_all(self, error: BaseException) -> None:
+        self._has_stepped.set()
+        for stream in self._streams.values():
+            stream.fail(EngineUnhealthy(f"the engine stopped: {error!r}"))
+        for future in self._reads:
+            _reject(future, EngineUnhealthy(f"the engine stopped: {error!r}"))
+
+    # In the engine thread.
+
+    def _run(self, ready: asyncio.Future[None]) -> None:
+        assert self._loop is not None
+        try:
+            engine = self._load()
+        except Exception as error:  # noqa: BLE001  the caller of start() gets it
+            self._error = error
+            self._loop.call_soon_threadsafe(_reject, ready, error)
+            return
+        self._engine = engine
+        self._stats = engine.stats()
+        self._loop.call_soon_threadsafe(_resolve, ready, None)
+        try:
+            self._serve(engine)
+        except Exception as error:
+            logger.exception("the engine thread failed")
+            self._error = error
+            self._loop.call_soon_threadsafe(self._fail_all, error)
+        finally:
+            engine.close()
+
+    def _serve(self, engine: StepEngine) -> None:
+        assert self._loop is not None
+        while True:
+            if not engine.has_work and self._commands.empty():
+                self._busy_since_s = None
+                command = self._commands.get()
+                self._busy_since_s = self._clock()
+            else:
+                command = _next_or(self._commands, _NOTHING)
+            while command is not _NOTHING:
+                if command is None:
+                    return
+                command(engine)
+                command = _next_or(self._commands, _NOTHING)
+            if engine.has_work:
+                output = engine.step()
+                self._stats = engine.stats()
+                self._busy_since_s = self._clock()
+                self._loop.call_soon_threadsafe(self._dispatch, output)
+            else:
+                self._stats = engine.stats()
+
+    def _add(self, engine: StepEngine, request: GenerationRequest, stream: _Stream) -> None:
+        assert self._loop is not None
+        try:
+            engine.add_request(request)
+        except RequestRejected as error:
+            self._loop.call_soon_threadsafe(stream.fail, error)
+
+
+def _nothing(engine: StepEngine) -> None:
+    """Stands for an empty queue."""
+
+
+_NOTHING = _nothing
+
+
+def _next_or(
+    commands: queue.SimpleQueue[Callable[[StepEngine], None] | None], default: Callable[[StepEngine], None]
+) -> Callable[[StepEngine], None] | None:
+    try:
+        return commands.get_nowait()
+    except queue.Empty:
+        return default
+
+
+def _ignore_result(result: bool) -> None:
+    """A cancel that finds nothing is not an error: the request ended first."""
+
+
+def _resolve(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _reject(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,282 @@
+"""From an EngineConfig to a running Engine: load, probe, size, check. Every choice is logged with its reason."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from kvcache.block_pool import BlockPool
+from kvcache.hashing import CacheIdentity
+from kvcache.prefix_cache import BlockKeyChain
+from kvcache.tensors import bytes_per_token
+from replicas.attention.backend import LayerCall
+from replicas.attention.step_tensors import StepTensors
+from replicas.engine.engine import Engine
+from replicas.engine_config import EngineConfig, Quantization
+from replicas.handoff.other_ranks import NoOtherRanks
+from replicas.handoff.wiring import HandoffWiring, RemoteWiring
+from replicas.model.cuda_graphs import GraphedRunner
+from replicas.model.kv_sizing import KVSize
+from replicas.model.loader import LoadedModel, ModelChoice, choose_model, load_model
+from replicas.model.native_decoder import NativeMismatch
+from replicas.model.rank_model import MAX_BUDGET_TOKENS, RankModel
+from replicas.model.reference import checkpoint_values, streamed_logits
+from replicas.model.runner import ModelRunner, kv_groups, transformers_logits
+from replicas.model_description import ModelDescription
+from replicas.model_support import UnsupportedModel
+from replicas.native.build import variant_of
+from replicas.ranks.launcher import LocalLauncher, RankLauncher
+from replicas.ranks.leader import Leader, threads_per_rank
+from replicas.request import GenerationRequest
+from replicas.sampling.native_draw import NativeDraw
+from replicas.sampling.sampler import Sampler
+from replicas.sampling_params import SamplingParams
+from replicas.scheduling.request_state import RequestState
+from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
+from replicas.sharding.collectives import Alone
+
+logger = logging.getLogger(__name__)
+
+MIN_BUDGET_TOKENS = 128
+FINGERPRINT_VALUES = 16
+"""Of each parameter."""
+MAX_SCORED_LOGITS = 1 << 25
+"""Of one step, kept for prompt_logprobs: 128 MiB in float32, whatever the prompt and the budget."""
+CHECK_TOKENS = 48
+CHECK_TOLERANCE = {torch.float32: 1e-3}
+"""Greatest mean difference of logits from transformers' own, in standard deviations of the logits."""
+CHECK_TOLERANCE_HALF = 0.15
+CHECK_TOLERANCE_QUANTIZED: dict[Quantization, float] = {"int8": 0.15, "int4": 0.5}
+"""The same with weights that differ from transformers' by their rounding. Unrelated logits differ by 1.1 deviations."""
+
+
+def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None, launcher: RankLauncher | None = None) -> Engine:
+    """`wiring` says how handoffs travel; None takes what the role needs. `launcher` starts the other ranks of a replica; None
+    starts processes of this machine. Raises ValueError with one line that names the fix."""
+    wiring = wiring or (None if config.role == "unified" else RemoteWiring())
+    if config.tensor_parallel_size > 1:
+        config = replace(config, num_threads=threads_per_rank(config))
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    choice = choose_model(config)
+    if wiring is not None:
+        wiring.check(config, choice.device)
+    try:
+        return _load(config, choice, wiring, launcher)
+    except NativeMismatch as error:
+        if choice.rounds_activations(config.quantization):
+            logger.warning("loading again with activations that are not rounded: %s", error)
+            return load_engine(replace(config, round_activations=False), wiring, launcher)
+        if config.quantization is not None:
+            raise ValueError(f"quantization {config.quantization!r} cannot serve {choice.source}: {error}; leave it out") from error
+        if config.runner == "native":
+            raise ValueError(f"runner 'native' cannot serve {choice.source}: {error}; use 'auto' or 'transformers'") from error
+        logger.warning("loading again for the transformers runner: %s", error)
+    config = replace(config, runner="transformers")
+    return _load(config, choose_model(config), wiring, launcher)
+
+
+def _load(config: EngineConfig, choice: ModelChoice, wiring: HandoffWiring | None, launcher: RankLauncher | None) -> Engine:
+    if config.tensor_parallel_size == 1:
+        return _assemble(config, load_model(choice, Alone()), wiring, None)
+    leader = Leader(config, choice, launcher or LocalLauncher())
+    try:
+        loaded = load_model(choice, leader.group)
+        logger.info("rank 0: %s", loaded.part)
+        return _assemble(config, loaded, wiring, leader)
+    except RuntimeError as error:
+        reason = leader.explain(error)
+        leader.close()
+        raise reason from error
+    except BaseException:
+        leader.close()
+        raise
+
+
+def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring | None, leader: Leader | None) -> Engine:
+    fingerprint = _fingerprint(loaded, config)
+    rank = RankModel.allocate(config, loaded, Alone() if leader is None else leader.group)
+    size = rank.size
+    check = _SelfCheck(loaded, size.max_model_len, config.quantization)
+    runner = rank.runner(config)
+    if leader is not None:
+        runner = leader.lead(runner)
+    dry_run = _DryRun(runner, loaded, config.block_size, size)
+    check.compare(dry_run, is_native=rank.backend is None)
+    budget, mixed_budget = config.max_num_batched_tokens, None
+    if budget is None:
+        budget, mixed_budget = dry_run.budgets_for(config)
+    _log_choices(config, loaded, size, (budget, mixed_budget), rank.calls)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_num_mixed_tokens=mixed_budget,
+            max_model_len=size.max_model_len,
+            max_num_scored_tokens=max(1, MAX_SCORED_LOGITS // loaded.vocab_size),
+            eos_token_ids=loaded.eos_token_ids,
+            enable_prefix_caching=config.enable_prefix_caching,
+            weights_version=config.weights_version,
+        ),
+        BlockPool(size.num_blocks, config.block_size),
+    )
+    description = ModelDescription(
+        max_model_len=size.max_model_len,
+        vocab_size=loaded.vocab_size,
+        block_size=config.block_size,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        tokenizer_source=loaded.source,
+        runner="native" if rank.backend is None else "transformers",
+        kernels=variant_of(loaded.native_library).name if loaded.native_library is not None else "",
+        quantization=config.quantization or "none",
+        tensor_parallel_size=config.tensor_parallel_size,
+        weights_version=config.weights_version,
+        fingerprint=fingerprint,
+    )
+    handoffs = None
+    if wiring is not None:
+        handoffs = wiring.attach(config, scheduler, rank, fingerprint, NoOtherRanks() if leader is None else leader.transfers)
+    return Engine(
+        scheduler=scheduler,
+        runner=runner,
+        sampler=Sampler(loaded.vocab_size, None if loaded.native_library is None else NativeDraw(loaded.native_library)),
+        description=description,
+        handoffs=handoffs,
+        leader=leader,
+        graphs=runner if isinstance(runner, GraphedRunner) else None,
+    )
+
+
+def _fingerprint(loaded: LoadedModel, config: EngineConfig) -> str:
+    """Of names, shapes, some values and the quantization of the weights, so that it depends on no path, machine or number of ranks."""
+    digest = hashlib.sha256(f"{loaded.model.config.model_type} {config.weights_version} {config.quantization}".encode())
+    if loaded.part is not None:
+        parameters = checkpoint_values(loaded.choice, FINGERPRINT_VALUES)
+    else:
+        named = sorted(loaded.model.named_parameters())
+        parameters = [(name, tuple(one.shape), one.detach().flatten()[:FINGERPRINT_VALUES]) for name, one in named]
+    for name, shape, values in parameters:
+        digest.update(f"{name} {shape}".encode())
+        digest.update(values.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class _DryRun:
+    """Steps outside any scheduler, on blocks that hold nothing yet."""
+
+    def __init__(self, runner: ModelRunner, loaded: LoadedModel, block_size: int, size: KVSize) -> None:
+        self._runner, self._loaded, self._block_size = runner, loaded, block_size
+        self.max_tokens = min(size.max_model_len, size.num_blocks * block_size)
+
+    def logits(self, token_ids: list[int], chunk_ends: list[int]) -> torch.Tensor:
+        """Runs one sequence in chunks that end at `chunk_ends`; the logits [len(chunk_ends), V] of each chunk's last token."""
+        request = GenerationRequest(request_id="dry-run", prompt_ids=tuple(token_ids), params=SamplingParams(), seed=0)
+        chain = BlockKeyChain(CacheIdentity(), self._block_size)
+        state = RequestState(request, arrival_number=0, chain=chain, stop_token_ids=frozenset(), max_num_tokens=len(token_ids))
+        state.block_ids = list(range(-(-len(token_ids) // self._block_size)))
+        rows: list[torch.Tensor] = []
+        start = 0
+        for end in chunk_ends:
+            chunk = ScheduledChunk(state=state, start=start, num_tokens=end - start, samples=True, is_prefill=True)
+            step = StepTensors.of(StepPlan(chunks=(chunk,)), self._block_size)
+            rows.append(self._runner.forward(step).clone())
+            start = end
+        return torch.cat(rows)
+
+    def budgets_for(self, config: EngineConfig) -> tuple[int, int]:
+        """Tokens that steps compute in about `max_step_s` and `max_mixed_step_s`, measured: the budget, at least 128 and twice
+        `max_num_seqs`, and that of mixed steps, at least a block."""
+        rate = self._tokens_per_s(config.max_step_s)
+        blocks, mixed_blocks = (int(rate * s) // self._block_size for s in (config.max_step_s, config.max_mixed_step_s))
+        budget = max(min(blocks * self._block_size, MAX_BUDGET_TOKENS), MIN_BUDGET_TOKENS, 2 * config.max_num_seqs)
+        return budget, min(budget, max(mixed_blocks, 1) * self._block_size)
+
+    def _tokens_per_s(self, max_step_s: float) -> float:
+        """Of the fastest prefill step that takes about as long, or of a shorter one."""
+        num_tokens, best = min(64, self.max_tokens), 0.0
+        self._step_s(num_tokens)  # the first steps at a size pay for allocations and caches
+        while True:
+            elapsed_s = min(self._step_s(num_tokens), self._step_s(num_tokens))
+            best = max(best, num_tokens / elapsed_s)
+            if elapsed_s > max_step_s / 2 or 2 * num_tokens > min(self.max_tokens, MAX_BUDGET_TOKENS):
+                return best
+            num_tokens *= 2
+
+    def _step_s(self, num_tokens: int) -> float:
+        self._sync()
+        start_s = time.monotonic()
+        self.logits(_spread_token_ids(num_tokens, self._loaded.vocab_size), [num_tokens])
+        self._sync()
+        return time.monotonic() - start_s
+
+    def _sync(self) -> None:
+        if self._loaded.device.type == "cuda":
+            torch.cuda.synchronize(self._loaded.device)
+
+
+class _SelfCheck:
+    """Compares chunked paged logits with transformers' own on one short sequence. Made before a runner takes the weights."""
+
+    def __init__(self, loaded: LoadedModel, max_model_len: int, quantization: Quantization | None) -> None:
+        self._loaded = loaded
+        self._allowed = CHECK_TOLERANCE.get(loaded.dtype, CHECK_TOLERANCE_HALF)
+        if quantization is not None:
+            self._allowed = CHECK_TOLERANCE_QUANTIZED[quantization]
+        num_tokens = min(CHECK_TOKENS, max_model_len, loaded.max_positions or CHECK_TOKENS)
+        self._token_ids = _spread_token_ids(num_tokens, loaded.vocab_size)
+        token_ids_T = torch.tensor(self._token_ids, device=loaded.device)
+        if loaded.part is None:
+            self._expected_TV = transformers_logits(loaded.model, token_ids_T)
+        else:
+            self._expected_TV = streamed_logits(loaded.choice, token_ids_T)
+
+    def compare(self, dry_run: _DryRun, *, is_native: bool) -> None:
+        """Raises UnsupportedModel, or NativeMismatch for the native runner, when the logits differ."""
+        num_tokens = len(self._token_ids)
+        ends = sorted({max(1, num_tokens // 3), num_tokens - 1, num_tokens})
+        expected_NV = self._expected_TV[[end - 1 for end in ends]]
+        found_NV = dry_run.logits(self._token_ids, ends)
+        difference = float((found_NV - expected_NV).abs().mean() / expected_NV.std())
+        allowed = self._allowed
+        logger.info("self-check against transformers: mean difference %.1e of the logits' deviation (allowed %.0e)", difference, allowed)
+        if difference <= allowed:
+            return
+        message = f"its logits differ from transformers' own by {difference:.2g} (allowed {allowed:.2g})"
+        if is_native:
+            raise NativeMismatch(message)
+        raise UnsupportedModel(
+            f"model type {self._loaded.model.config.model_type!r}: {message}; it uses something that this engine does not know"
+        )
+
+
+def _spread_token_ids(num_tokens: int, vocab_size: int) -> list[int]:
+    """Spread over the vocabulary, the same each time."""
+    return [(7919 * i + 13) % vocab_size for i in range(num_tokens)]
+
+
+def _log_choices(
+    config: EngineConfig, loaded: LoadedModel, size: KVSize, budgets: tuple[int, int | None], calls: Mapping[int, LayerCall]
+) -> None:
+    per_token = bytes_per_token(kv_groups(calls), loaded.dtype)
+    num_tokens = size.num_blocks * config.block_size
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.2f GiB (%d bytes a token in %s): %s",
+        size.num_blocks, config.block_size, num_tokens * per_token / 2**30, per_token, loaded.dtype, size.reason,
+    )  # fmt: skip
+    budget, mixed_budget = budgets
+    reason = "configured"
+    if mixed_budget is not None:
+        reason = (
+            f"measured to take about {config.max_step_s} s; {mixed_budget} where requests decode, for about {config.max_mixed_step_s} s, "
+            "and never less than lets prompts go on"
+        )
+    logger.info(
+        "max_model_len %d: room for %.1f such requests at once; max_num_seqs %d; %d tokens a step (%s); %d threads",
+        size.max_model_len, num_tokens / size.max_model_len, config.max_num_seqs, budget, reason, torch.get_num_threads(),
+    )  # fmt: skip

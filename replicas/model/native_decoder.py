@@ -1,0 +1,303 @@
+"""A llama-like decoder as one native call a step. Letters: T tokens, H hidden size, N logit rows, V vocabulary,
+D head dim, P positions."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcache.spec import KVLayout
+from kvcache.tensors import KVTensors
+from replicas.attention.backend import LayerCall
+from replicas.attention.step_tensors import StepTensors
+from replicas.engine_config import Quantization
+from replicas.model.packed_cache import PackedCache
+from replicas.native.memory import HugePageMemory
+from replicas.native.packing import GROUP, Element, PackedLinear, pack, padded
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+LAYOUT = KVLayout("hdt", "htd")
+ELEMENTS = {torch.float32: Element.FLOAT32, torch.bfloat16: Element.BFLOAT16}
+QUANTIZED: Mapping[Quantization, Element] = {"int8": Element.INT8, "int4": Element.INT4}
+
+
+class NativeMismatch(ValueError):
+    """The native step does not give this model's logits, or cannot; the message says in what. Another runner serves it."""
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("panels", "units", "bias")),
+        *((name, ctypes.c_int64) for name in ("num_outputs", "num_k")),
+        ("element", ctypes.c_int32),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
+        ("window", ctypes.c_int64),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        ("embedding", ctypes.c_void_p),
+        ("final_norm", ctypes.c_void_p),
+        ("lm_head", _Linear),
+        ("layers", ctypes.POINTER(_Layer)),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "block_size")
+        ),
+        ("norm_eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("is_bfloat16", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    ]
+
+
+_STEP_POINTERS = (
+    "token_ids", "positions", "slots", "logit_rows", "tables", "query_starts", "context_lens", "cos", "sin", "hidden", "delta", "normed",
+    "wide", "narrow", "prepared", "logits",
+)  # fmt: skip
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _STEP_POINTERS),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_requests", "table_stride", "num_logit_rows")),
+    ]
+
+
+def why_not_native(config: Any) -> str | None:
+    """Why the native step does not know a model, judged by its transformers configuration; None when it does."""
+    if config.model_type not in FAMILIES:
+        return f"model type {config.model_type!r} is not one of {', '.join(sorted(FAMILIES))}"
+    if config.hidden_act != "silu":
+        return f"hidden_act is {config.hidden_act!r}, not 'silu'"
+    if getattr(config, "mlp_bias", False):
+        return "its MLP has biases"
+    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        return "it rotates a part of each head"
+    return None
+
+
+def as_struct(packed: PackedLinear, hold: Callable[[torch.Tensor], int], bias: int | None = None) -> _Linear:
+    """`hold` keeps a tensor alive and gives its address."""
+    return _Linear(
+        panels=hold(packed.panels_PW),
+        units=None if packed.units_N is None else hold(packed.units_N),
+        bias=bias,
+        num_outputs=packed.num_outputs,
+        num_k=packed.num_k,
+        element=packed.element,
+    )
+
+
+class NativeDecoder:
+    """Owns the packed weights and the scratch memory of one model, and runs its steps; behind the ModelRunner contract.
+
+    Weights and KV are float32 or bfloat16, activations and all sums float32, so bfloat16 needs no hardware for it; a variant of
+    the kernels that has the hardware rounds what these or quantized weights multiply (`InstructionSet`). With a
+    quantization the weights of all linears are integers instead. A row's logits are the same to the bit whatever else is in the
+    step. The plain twin is `model_runner.TransformersRunner`, over weights that `packing.unpack` gives.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: PreTrainedModel,
+        calls: Mapping[int, LayerCall],
+        kv: KVTensors,
+        *,
+        quantization: Quantization | None = None,
+        cache: PackedCache | None = None,
+    ) -> None:
+        """Takes the model's weights over: each is packed and its original freed, so memory is held once. `cache` keeps
+        quantized ones; without it they are quantized here and now."""
+        config = model.config
+        if reason := why_not_native(config) or _why_not_layers(calls):
+            raise NativeMismatch(reason)
+        self._library = library
+        self._kv = kv  # the structs point into it, as into what follows
+        self._keep: list[torch.Tensor] = []
+        self._memory = HugePageMemory()
+        self._element = ELEMENTS[model.dtype] if quantization is None else QUANTIZED[quantization]
+        self._cache = cache if self._element.is_quantized else None
+        self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = model.model.rotary_emb
+        self._cos_PD = self._sin_PD = torch.empty(0)
+        call = calls[0]
+        head = model.lm_head.weight
+        embedding = model.model.embed_tokens.weight.detach()
+        self._keep.append(embedding)
+        self._head_dim, self._vocab_size = call.k_dim, head.shape[0]
+        intermediate_size = model.model.layers[0].mlp.down_proj.weight.shape[1]
+        layers = (_Layer * len(calls))()
+        for index, (to, layer) in enumerate(zip(layers, model.model.layers, strict=True)):
+            self._fill_layer(to, f"layers.{index}", layer, calls[index], kv.layer(index))
+        self._lm_head = self._linear("lm_head", [head.detach()], [None])
+        if head is not model.model.embed_tokens.weight:
+            model.lm_head.weight = None
+        if self._cache is not None:
+            self._cache.save()
+        self._layers = layers
+        self._max_wide = max(padded(x.num_outputs) for layer in layers for x in (layer.qkv, layer.gate_up))
+        self._max_narrow = max(x.num_k for layer in layers for x in (layer.out, layer.down))
+        most_k = padded(max(self._max_narrow, config.hidden_size), GROUP)
+        self._max_prepared = most_k + padded(most_k // GROUP) + padded(1)  # see PackedWeight::prepared_floats in packed_weight.h
+        self._decoder = _Decoder(
+            embedding=embedding.data_ptr(),
+            final_norm=self._floats(model.model.norm.weight),
+            lm_head=self._lm_head,
+            layers=layers,
+            num_layers=len(layers),
+            hidden_size=config.hidden_size,
+            num_heads=call.num_heads,
+            num_kv_heads=call.num_kv_heads,
+            head_dim=call.k_dim,
+            intermediate_size=intermediate_size,
+            block_size=kv.block_size,
+            norm_eps=model.model.norm.variance_epsilon,
+            scale=call.scale,
+            is_bfloat16=model.dtype == torch.bfloat16,
+            num_threads=torch.get_num_threads(),
+        )
+
+    @torch.inference_mode()
+    def forward(self, step: StepTensors) -> torch.Tensor:
+        """Writes the step's KV and returns the logits of `step.logit_rows`, float32 [N, V]."""
+        num_tokens, num_rows = step.token_ids_T.shape[0], step.logit_rows.shape[0]
+        hidden_size = self._decoder.hidden_size
+        self._compute_angles(step.max_context_len)
+        buffers = {
+            "cos": self._cos_PD,
+            "sin": self._sin_PD,
+            "hidden": torch.empty(num_tokens, hidden_size),
+            "delta": torch.empty(num_tokens, padded(hidden_size)),
+            "normed": torch.empty(num_tokens, hidden_size),
+            "wide": torch.empty(num_tokens, self._max_wide),
+            "narrow": torch.empty(num_tokens, self._max_narrow),
+            "prepared": torch.empty(num_tokens, self._max_prepared),
+            "logits": torch.empty(num_rows, padded(self._vocab_size)),
+            "token_ids": step.token_ids_T,
+            "positions": step.positions_T,
+            "slots": step.slots_T,
+            "logit_rows": step.logit_rows,
+            "tables": step.block_tables_RM,
+            "query_starts": step.query_starts_R1,
+            "context_lens": step.context_lens_R,
+        }
+        args = _Step(
+            **{name: tensor.data_ptr() for name, tensor in buffers.items()},
+            num_tokens=num_tokens,
+            num_requests=step.context_lens_R.shape[0],
+            table_stride=step.block_tables_RM.stride(0),
+            num_logit_rows=num_rows,
+        )
+        self._run(args)
+        return buffers["logits"][:, : self._vocab_size]
+
+    def _compute_angles(self, num_positions: int) -> None:
+        """Cosines and sines of at least so many positions P; a table, as they are the same in every step."""
+        if num_positions > self._cos_PD.shape[0]:
+            positions_1P = torch.arange(2 * num_positions)[None]
+            cos_1PD, sin_1PD = self._rotary(torch.empty(0), positions_1P)
+            self._cos_PD, self._sin_PD = cos_1PD[0].contiguous(), sin_1PD[0].contiguous()
+
+    def _run(self, step: _Step) -> None:
+        """The whole step as one call, during which no Python lock is held."""
+        self._library.manta_decoder_step(ctypes.byref(self._decoder), ctypes.byref(step))
+
+    def _fill_layer(self, to: _Layer, name: str, layer: Any, call: LayerCall, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        to.input_norm = self._floats(layer.input_layernorm.weight)
+        to.post_norm = self._floats(layer.post_attention_layernorm.weight)
+        if hasattr(attention, "q_norm"):
+            to.q_norm, to.k_norm = self._floats(attention.q_norm.weight), self._floats(attention.k_norm.weight)
+        to.qkv = self._fused(f"{name}.qkv", attention.q_proj, attention.k_proj, attention.v_proj)
+        to.out = self._fused(f"{name}.out", attention.o_proj)
+        to.gate_up = self._fused(f"{name}.gate_up", mlp.gate_proj, mlp.up_proj)
+        to.down = self._fused(f"{name}.down", mlp.down_proj)
+        to.k_cache, to.v_cache = kv[0].data_ptr(), kv[1].data_ptr()
+        to.window = call.window or 0
+
+    def _fused(self, name: str, *modules: Any) -> _Linear:
+        linear = self._linear(name, [module.weight.detach() for module in modules], [module.bias for module in modules])
+        for module in modules:
+            module.weight = None
+        return linear
+
+    def _linear(self, name: str, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> _Linear:
+        weight_NK = torch.cat(weights) if len(weights) > 1 else weights[0]
+        bias = None
+        if any(b is not None for b in biases):
+            parts = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+            bias = self._floats(torch.cat([p.detach() for p in parts]))
+        packed = pack(weight_NK, self._element) if self._cache is None else self._cache.linear(name, weight_NK, self._element)
+        return as_struct(packed, self._hold, bias)
+
+    def _floats(self, tensor: torch.Tensor) -> int:
+        return self._hold(tensor.detach().float().contiguous())
+
+    def _hold(self, tensor: torch.Tensor) -> int:
+        held = self._memory.copy(tensor)
+        self._keep.append(held)
+        return held.data_ptr()
+
+
+class SegmentedDecoder(NativeDecoder):
+    """The same step, segment by segment: readable, and with the seams where ranks add up their deltas.
+
+    `all_reduce` gets the delta [T, H rounded up to 16] of each segment and adds those of the other ranks in place.
+    """
+
+    EMBED, ATTENTION, MLP, LOGITS = range(4)
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: PreTrainedModel,
+        calls: Mapping[int, LayerCall],
+        kv: KVTensors,
+        all_reduce: Callable[[torch.Tensor], object] = lambda delta: None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(library, model, calls, kv, **settings)
+        self._all_reduce = all_reduce
+
+    def _run(self, step: _Step) -> None:
+        delta_TH = _floats_at(step.delta, step.num_tokens, padded(self._decoder.hidden_size))
+        self._segment(step, self.EMBED)
+        self._complete_embedding(_floats_at(step.hidden, step.num_tokens, self._decoder.hidden_size))
+        for layer in range(self._decoder.num_layers):
+            for segment in (self.ATTENTION, self.MLP):
+                self._segment(step, segment, layer)
+                self._all_reduce(delta_TH)
+        self._segment(step, self.LOGITS)
+
+    def _complete_embedding(self, hidden_TH: torch.Tensor) -> None:
+        """What is to do when a rank holds a part of the table: nothing here."""
+
+    def _segment(self, step: _Step, segment: int, layer: int = 0) -> None:
+        self._library.manta_decoder_segment(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.c_int32(segment), ctypes.c_int64(layer))
+
+
+def _why_not_layers(calls: Mapping[int, LayerCall]) -> str | None:
+    shapes = {(call.num_heads, call.num_kv_heads, call.k_dim, call.v_dim, call.scale) for call in calls.values()}
+    if len(shapes) > 1:
+        return "its layers differ in shape"
+    if any(call.softcap is not None for call in calls.values()):
+        return "it caps attention scores"
+    return "its keys and values differ in size" if calls[0].k_dim != calls[0].v_dim else None
+
+
+def _floats_at(address: int, num_rows: int, width: int) -> torch.Tensor:
+    memory = (ctypes.c_float * (num_rows * width)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.float32).view(num_rows, width)

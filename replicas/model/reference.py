@@ -1,0 +1,65 @@
+"""transformers' own logits of a model that no rank holds: its layers are read one after the other, used and dropped."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleList, Parameter
+from transformers import PreTrainedModel
+
+from replicas.model.loader import ModelChoice
+from replicas.model.runner import transformers_logits
+from replicas.sharding.checkpoint import Checkpoint
+from replicas.sharding.sharded_model import build_empty, place_buffers
+
+
+def streamed_logits(choice: ModelChoice, token_ids_T: Tensor) -> Tensor:
+    """Logits [T, V] of one whole sequence by undivided modules of transformers. Holds at most one layer's weights at a time."""
+    model = build_empty(choice.hf_config, choice.dtype, choice.trust_remote_code)
+    checkpoint = Checkpoint(choice.source, model.base_model_prefix)
+    place_buffers(model, checkpoint, choice.device)
+    for unit in _units(model):
+        _stream(unit, model, checkpoint, choice)
+    return transformers_logits(model, token_ids_T)
+
+
+def _units(model: PreTrainedModel) -> list[Module]:
+    """Modules that are read as a whole: the entries of lists (decoder layers), and whatever else has parameters of its own."""
+    layers = [entry for module in model.modules() if isinstance(module, ModuleList) for entry in module]
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    nested = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    others = [module for module in model.modules() if id(module) not in inside and list(module.parameters(recurse=False))]
+    return [*(layer for layer in layers if id(layer) not in nested), *others]
+
+
+def _stream(unit: Module, model: PreTrainedModel, checkpoint: Checkpoint, choice: ModelChoice) -> None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places = [
+        (module, key, names[id(parameter)], parameter)
+        for module in unit.modules()
+        for key, parameter in module.named_parameters(recurse=False)
+    ]
+
+    def read(*_: object) -> None:
+        for module, key, name, _empty in places:
+            setattr(module, key, Parameter(checkpoint.read(name, choice.dtype, choice.device), requires_grad=False))
+
+    def drop(*_: object) -> None:
+        for module, key, _name, empty in places:
+            setattr(module, key, empty)
+
+    unit.register_forward_pre_hook(read)
+    unit.register_forward_hook(drop)
+
+
+def checkpoint_values(choice: ModelChoice, count: int) -> list[tuple[str, tuple[int, ...], Tensor]]:
+    """Name, shape and first `count` values of every parameter in the order of names, as if the whole model had been loaded."""
+    model = build_empty(choice.hf_config, choice.dtype, choice.trust_remote_code)
+    checkpoint = Checkpoint(choice.source, model.base_model_prefix)
+    found = []
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        shape = tuple(parameter.shape)
+        num_rows = -(-count // max(1, parameter[0].numel()))
+        first = checkpoint.read(name, choice.dtype, torch.device("cpu"), 0, [range(min(num_rows, shape[0]))])
+        found.append((name, shape, first.flatten()[:count]))
+    return found

@@ -1,0 +1,152 @@
+"""Runs a packed step through a model. Letters of shapes: T tokens, H query heads, K kv heads, D dim, N logit rows, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvcache.spec import KVGroupSpec
+from kvcache.tensors import KVTensors
+from replicas.attention.backend import AttentionBackend, LayerCall
+from replicas.attention.reference import attend_one
+from replicas.attention.step_tensors import StepTensors
+from replicas.model_support import UnsupportedModel
+
+ATTENTION_NAME = "manta_paged"
+
+
+class ModelRunner(Protocol):
+    """What the engine needs of a model. Faster runners for common families stand behind the same contract."""
+
+    def forward(self, step: StepTensors) -> Tensor:
+        """Writes the step's KV and returns the logits of `step.logit_rows`, float32 [N, V]. The step is on the host; the next
+        forward may write over the logits."""
+        ...
+
+
+class _LayerVisitor(Protocol):
+    """What the attention of one forward pass does; reaches the layers through the model's keyword arguments."""
+
+    def visit(self, module: Module, call: LayerCall, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor: ...
+
+
+def _attention(
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    paged: _LayerVisitor | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """Attention in the shape that transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    if paged is None:
+        raise UnsupportedModel(f"{type(module).__name__} does not pass the step through to its attention")
+    call = LayerCall(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        k_dim=key.shape[3],
+        v_dim=value.shape[3],
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return paged.visit(module, call, query[0], key[0], value[0])[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
+
+
+class _Recorder:
+    """Notes how each layer calls attention, and answers with plain attention over the given tokens alone."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, LayerCall] = {}  # layer index -> call
+        self._modules: dict[int, Module] = {}
+
+    def visit(self, module: Module, call: LayerCall, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
+        if self._modules.setdefault(call.layer, module) is not module:
+            raise UnsupportedModel(f"two attention modules share layer index {call.layer}")
+        self.calls[call.layer] = call
+        return attend_one(call, q_HTD, k_KTD.transpose(0, 1), v_KTD.transpose(0, 1))
+
+
+class _PagedStep:
+    """One step over the KV tensors."""
+
+    def __init__(self, backend: AttentionBackend, kv: KVTensors, step: StepTensors) -> None:
+        self._backend, self._kv, self._step = backend, kv, step
+
+    def visit(self, module: Module, call: LayerCall, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
+        return self._backend.attend(call, q_HTD, k_KTD, v_KTD, self._kv.layer(call.layer), self._step)
+
+
+class TransformersRunner:
+    """Any causal language model of transformers, its attention replaced by ours."""
+
+    def __init__(self, model: PreTrainedModel, backend: AttentionBackend, kv: KVTensors) -> None:
+        model.set_attn_implementation(ATTENTION_NAME)
+        self._model, self._backend, self._kv = model, backend, kv
+
+    @torch.inference_mode()
+    def forward(self, step: StepTensors) -> Tensor:
+        step = step.to(self._kv.device)
+        visitor = _PagedStep(self._backend, self._kv, step)
+        return _logits(self._model, step.token_ids_T, step.positions_T, step.logit_rows, paged=visitor)
+
+
+@torch.inference_mode()
+def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> Mapping[int, LayerCall]:
+    """How each layer calls attention, found by running a few tokens. Leaves the model on our attention.
+
+    Raises UnsupportedModel when some layer does not call it at all (a state-space or linear-attention layer).
+    """
+    model.set_attn_implementation(ATTENTION_NAME)
+    recorder = _Recorder()
+    tokens = torch.arange(num_tokens, device=model.device)
+    _logits(model, tokens.new_zeros(num_tokens), tokens, tokens[-1:], paged=recorder)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if missing := sorted(set(range(num_layers)) - recorder.calls.keys()):
+        raise UnsupportedModel(f"model type {model.config.model_type!r}: layers {missing} do not call attention with a KV cache")
+    return recorder.calls
+
+
+def kv_groups(calls: Mapping[int, LayerCall]) -> tuple[KVGroupSpec, ...]:
+    """Layers with the same KV shape and window, grouped."""
+    layers: dict[tuple[int | None, int, int, int], list[int]] = {}
+    for layer, call in sorted(calls.items()):
+        layers.setdefault((call.window, call.num_kv_heads, call.k_dim, call.v_dim), []).append(layer)
+    return tuple(
+        KVGroupSpec(
+            layers=tuple(members), kind="full" if window is None else "window", window=window, num_kv_heads=heads, k_dim=k_dim, v_dim=v_dim
+        )
+        for (window, heads, k_dim, v_dim), members in layers.items()
+    )
+
+
+@torch.inference_mode()
+def transformers_logits(model: PreTrainedModel, token_ids_T: Tensor) -> Tensor:
+    """Logits [T, V] of one whole sequence by the model's own attention, the independent side of the self-check."""
+    model.set_attn_implementation("eager")
+    positions_T = torch.arange(token_ids_T.shape[0], device=token_ids_T.device)
+    try:
+        return _logits(model, token_ids_T, positions_T, positions_T)
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+
+
+def _logits(model: PreTrainedModel, token_ids_T: Tensor, positions_T: Tensor, rows_N: Tensor, **kwargs: Any) -> Tensor:
+    output = model(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False, logits_to_keep=rows_N, **kwargs)
+    logits: Tensor = output.logits[0]
+    return logits.float()

@@ -1,0 +1,402 @@
+"""Decides which tokens each step computes. No phases, no torch.
+
+Iteration-level scheduling after Orca (OSDI'22), paged blocks after PagedAttention (SOSP'23), chunked prefill after
+Sarathi-Serve (OSDI'24): every request only has tokens that are not computed yet, and a step hands out one budget.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvcache.block_pool import BlockPool
+from kvcache.prefix_cache import PrefixCache
+from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected
+from replicas.scheduling.prompt_budget import PromptBudget
+from replicas.scheduling.request_state import RequestState, RequestStatus
+from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
+
+_NOTHING_SCORED = range(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    """Most requests that run at once."""
+    max_num_batched_tokens: int
+    """Token budget of a step, at least `max_num_seqs` so that every running request can decode."""
+    max_model_len: int
+    max_num_mixed_tokens: int | None = None
+    """Token budget of a step in which requests decode, see `PromptBudget`; None is that of other steps."""
+    max_num_scored_tokens: int = 512
+    """Most positions of a step whose logits are kept for `prompt_logprobs`: a row of the vocabulary's size each."""
+    eos_token_ids: frozenset[int] = frozenset()
+    enable_prefix_caching: bool = True
+    weights_version: str = ""
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs})")
+
+
+class Scheduler:
+    """Owns waiting and running requests and their block tables.
+
+    Always: running requests hold blocks for all their known tokens up to the budgeted one, waiting ones hold none; each
+    accepted request is reported with a finish reason exactly once. Between equals, the earlier request keeps its blocks;
+    a waiting request takes a running one's place only when its priority is strictly more urgent.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        if config.max_model_len > pool.num_blocks * pool.block_size:
+            raise ValueError(
+                f"max_model_len ({config.max_model_len}) needs more than the {pool.num_blocks * pool.block_size} tokens of KV cache"
+            )
+        self.config = config
+        self.pool = pool
+        self._prefix_cache = PrefixCache(pool, enabled=config.enable_prefix_caching, weights_version=config.weights_version)
+        self._states: dict[RequestKey, RequestState] = {}
+        self._waiting: list[RequestState] = []  # by urgency
+        self._running: list[RequestState] = []  # by urgency
+        self._ended: list[RequestProgress] = []  # endings not reported yet
+        self._new_loads: list[RequestState] = []  # not taken yet
+        self._num_arrivals = 0
+        self._watermark_blocks = pool.num_blocks // 100
+
+    @property
+    def running(self) -> Sequence[RequestState]:
+        return self._running
+
+    @property
+    def waiting(self) -> Sequence[RequestState]:
+        return self._waiting
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._states or self._ended)
+
+    def add(self, request: GenerationRequest) -> RequestState:
+        """Accepts a request. Raises RequestRejected when it can never run here; a full cache is no reason."""
+        num_prompt = len(request.prompt_ids)
+        if num_prompt == 0:
+            raise RequestRejected("the prompt is empty")
+        params = request.params
+        if num_prompt + (0 if params.max_tokens == 0 else 1) > self.config.max_model_len:
+            raise RequestRejected(
+                f"the prompt has {num_prompt} tokens; with at least one to generate, max_model_len {self.config.max_model_len} is exceeded"
+            )
+        if request.key in self._states:
+            raise RequestRejected(f"request {request.request_id!r} choice {request.choice} is already running")
+        if request.wants_prompt_logprobs and (request.wants_handoff or request.handoff is not None):
+            raise RequestRejected("prompt_logprobs are computed by one engine alone: a handoff brings KV without logits")
+        max_num_tokens = self.config.max_model_len
+        if params.max_tokens is not None:
+            max_num_tokens = min(max_num_tokens, num_prompt + params.max_tokens)
+        if num_prompt + len(request.output_ids) >= max_num_tokens and (request.output_ids or params.max_tokens != 0):
+            raise RequestRejected(f"output_ids already holds {len(request.output_ids)} tokens: nothing is left to generate")
+        stops = frozenset(params.stop_token_ids)
+        state = RequestState(
+            request,
+            arrival_number=self._num_arrivals,
+            chain=self._prefix_cache.chain(request.cache_salt, request.adapter_id),
+            stop_token_ids=stops if params.ignore_eos else stops | self.config.eos_token_ids,
+            max_num_tokens=max_num_tokens,
+        )
+        self._num_arrivals += 1
+        self._states[request.key] = state
+        insort(self._waiting, state, key=_urgency)
+        return state
+
+    def expect_load(self, key: RequestKey) -> None:
+        """The KV of a waiting request comes from another replica: with its blocks it gets nothing to compute until `end_load`."""
+        state = self._states[key]
+        assert state.status is RequestStatus.WAITING, "only a waiting request can expect a load"
+        state.awaits_load = True
+
+    def take_loads(self) -> list[RequestState]:
+        """Requests that got their blocks and wait for KV in those after the first `num_computed_tokens`; each once."""
+        loads, self._new_loads = self._new_loads, []
+        return [state for state in loads if state.is_loading]
+
+    def end_load(self, key: RequestKey, num_tokens: int = 0, output_ids: Sequence[int] = ()) -> RequestProgress | None:
+        """KV of the first `num_tokens` tokens is in the blocks, and `output_ids` follow them; with 0 it is computed here.
+
+        Returns progress when some of `output_ids` were not known. Nothing happens to a request that no longer waits for it.
+        """
+        state = self._states.get(key)
+        if state is None:
+            return None
+        state.awaits_load = False
+        if not state.is_loading:
+            return None
+        state.is_loading = False
+        if num_tokens == 0:
+            return None
+        size = self.pool.block_size
+        new_ids = output_ids[len(state.token_ids) - num_tokens :]
+        num_computed = num_tokens if new_ids else min(num_tokens, len(state.token_ids) - 1)
+        first = state.num_computed_tokens // size
+        self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, first, num_computed // size)
+        state.num_computed_tokens = max(num_computed, state.num_computed_tokens)
+        return self._append(state, new_ids) if new_ids else None
+
+    def cancel(self, key: RequestKey) -> bool:
+        """Ends a request between two steps, its blocks free at once; False when it already ended."""
+        state = self._states.get(key)
+        if state is None:
+            return False
+        self._end(state)
+        self._ended.append(self._progress(state, finish_reason=FinishReason.CANCELLED))
+        return True
+
+    def schedule(self) -> StepPlan:
+        """Plans one step. Running requests that decode go first, then running prefills, then waiting requests."""
+        num_preemptions = self._make_room_for_urgent()
+        budget = self.config.max_num_batched_tokens
+        chunks: list[ScheduledChunk] = []
+        published: list[int] = []
+        # A victim is always less urgent than the request that needs its blocks, and so not in this plan yet.
+        decoding = [state for state in self._running if state.is_decoding]
+        catching_up = [state for state in self._running if not state.is_decoding]
+        for state in decoding:
+            if state.status is RequestStatus.RUNNING and budget > 0:
+                num_preemptions += self._grow(state)
+                if state.status is RequestStatus.RUNNING:
+                    budget -= self._schedule_chunk(state, budget, chunks, published)
+        streaming = [chunk.state for chunk in chunks if chunk.state.num_output_tokens]  # a prompt's last token has no gap to keep
+        catching_up = [state for state in catching_up if state.status is RequestStatus.RUNNING and not state.is_loading]
+        prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, streaming, catching_up)
+        for state in catching_up:
+            if num_left := prompts.left_for(state):
+                prompts.take(state, self._schedule_chunk(state, num_left, chunks, published))
+        while self._waiting and num_preemptions == 0:
+            head = self._waiting[0]
+            num_left = prompts.left_for(head)
+            if not (num_left or head.awaits_load) or not self._try_admit(head):
+                break
+            if not head.is_loading:
+                prompts.take(head, self._schedule_chunk(head, num_left, chunks, published))
+        return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions)
+
+    def update(self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None) -> list[RequestProgress]:
+        """Takes the result of a step: `token_ids[i]` are the new tokens of the i-th chunk that samples.
+
+        `errors` maps such an index to the reason why its request fails. Returns the progress of every request that got
+        tokens or ended, cancelled ones included.
+        """
+        progress, self._ended = self._ended, []
+        samples = iter(enumerate(token_ids))
+        for chunk in plan.chunks:
+            state = chunk.state
+            state.num_computed_tokens += chunk.num_tokens
+            state.num_scored += len(chunk.scored)
+            if not chunk.samples:
+                continue
+            index, new_ids = next(samples)
+            if errors and index in errors:
+                self.pool.forget(state.block_ids)  # its KV may be what is broken
+                self._end(state)
+                progress.append(self._progress(state, finish_reason=FinishReason.FAILED, error=errors[index]))
+            else:
+                progress.append(self._append(state, new_ids))
+        return progress
+
+    def fail_step(self, plan: StepPlan, error: str) -> list[RequestProgress]:
+        """The step of `plan` did not happen: its requests fail, and the blocks that it promised are forgotten."""
+        progress, self._ended = self._ended, []
+        self.pool.forget(plan.published)
+        for chunk in plan.chunks:
+            self._end(chunk.state)
+            progress.append(self._progress(chunk.state, finish_reason=FinishReason.FAILED, error=error))
+        return progress
+
+    def take_ended(self) -> list[RequestProgress]:
+        """Endings since the last step, for when there is nothing to run."""
+        progress, self._ended = self._ended, []
+        return progress
+
+    def check(self, other_tables: Sequence[Sequence[int]] = ()) -> None:
+        """Raises AssertionError when an invariant does not hold. `other_tables` are held beside the requests (transfers)."""
+        self.pool.check()
+        self.pool.check_holders([*(state.block_ids for state in self._states.values()), *other_tables])
+        size = self.pool.block_size
+        for state in self._running:
+            assert state.status is RequestStatus.RUNNING
+            assert len(state.block_ids) * size >= state.num_computed_tokens, "a running request lacks blocks"
+            assert len(state.block_ids) * size - len(state.token_ids) < size, "more than one block's slots are unused"
+        for state in self._waiting:
+            assert state.status is RequestStatus.WAITING, "a waiting request has another status"
+            assert not state.block_ids, "a waiting request holds blocks"
+            assert not state.is_loading, "a waiting request is loading"
+        assert len(self._running) + len(self._waiting) == len(self._states), "a request is lost"
+        for queue in (self._running, self._waiting):
+            assert queue == sorted(queue, key=_urgency), "a queue is out of order"
+
+    def _make_room_for_urgent(self) -> int:
+        """Preempts for a waiting request of strictly more urgent priority, when that lets it in. Returns how many."""
+        num_preemptions = 0
+        while self._waiting and self._running:
+            head = self._waiting[0]
+            if head.request.priority >= self._running[-1].request.priority or self._try_admit(head):
+                break
+            if not self._could_admit_by_preempting(head):
+                break
+            while not self._try_admit(head):
+                self._preempt(self._running[-1])
+                num_preemptions += 1
+        return num_preemptions
+
+    def _could_admit_by_preempting(self, head: RequestState) -> bool:
+        victims = [s for s in self._running if s.request.priority > head.request.priority]
+        held = Counter(block_id for state in victims for block_id in state.block_ids)
+        num_theirs = sum(self.pool.ref_count(block_id) == count for block_id, count in held.items())
+        headroom = self._watermark_blocks if len(victims) < len(self._running) else 0
+        return self.pool.num_free + num_theirs >= self._num_blocks_for(len(head.token_ids)) + headroom
+
+    def _try_admit(self, state: RequestState) -> bool:
+        """Moves the most urgent waiting request to running with blocks for all its tokens, cached ones shared."""
+        if len(self._running) >= self.config.max_num_seqs:
+            return False
+        cached = self._prefix_cache.match(state.chain, state.token_ids)
+        if state.num_scored < state.num_to_score:  # what is not computed has no logits
+            cached = cached[: state.num_scored // self.pool.block_size]
+        num_new = self._num_blocks_for(len(state.token_ids)) - len(cached)
+        # Counted before anything is touched: a try that fails must not look like a use of the cached blocks.
+        num_taken = num_new + sum(self.pool.ref_count(block_id) == 0 for block_id in cached)
+        if self.pool.num_free < num_taken + (self._watermark_blocks if self._running else 0):
+            return False
+        for block_id in cached:
+            self.pool.retain(block_id)
+        new = self.pool.try_allocate(num_new)
+        assert new is not None, "the blocks were counted as free"
+        state.block_ids = cached + new
+        state.num_computed_tokens = len(cached) * self.pool.block_size
+        if state.num_preemptions == 0:
+            state.num_cached_tokens = min(state.num_computed_tokens, len(state.request.prompt_ids))
+        del self._waiting[self._index(self._waiting, state)]
+        insort(self._running, state, key=_urgency)
+        state.status = RequestStatus.RUNNING
+        if state.awaits_load:
+            state.awaits_load, state.is_loading = False, True
+            self._new_loads.append(state)
+        return True
+
+    def _grow(self, state: RequestState) -> int:
+        """Gives a decoding request the block for its newest token, preempting from the least urgent end.
+
+        It preempts itself when nobody less urgent is left. Returns how many were preempted.
+        """
+        num_preemptions = 0
+        while len(state.block_ids) < self._num_blocks_for(len(state.token_ids)):
+            new = self.pool.try_allocate(1)
+            if new is not None:
+                state.block_ids += new
+                continue
+            victim = self._running[-1]
+            self._preempt(victim)
+            num_preemptions += 1
+            if victim is state:
+                break
+        return num_preemptions
+
+    def _schedule_chunk(self, state: RequestState, budget: int, chunks: list[ScheduledChunk], published: list[int]) -> int:
+        """Plans up to `budget` tokens of a running request, and publishes the blocks that they fill. Returns how many.
+
+        Within a layer all keys and values are written before any attention reads them, so a request later in the same
+        plan may already share these blocks.
+        """
+        start = state.num_computed_tokens
+        num_tokens = min(state.num_uncomputed_tokens, budget)
+        scored = _NOTHING_SCORED
+        if state.num_scored < state.num_to_score:
+            room = self.config.max_num_scored_tokens - sum(len(chunk.scored) for chunk in chunks)
+            if room < state.num_to_score - state.num_scored:
+                num_tokens = min(num_tokens, state.num_scored + room - start)
+            if num_tokens == 0:
+                return 0
+            scored = range(state.num_scored, max(state.num_scored, min(start + num_tokens, state.num_to_score)))
+        end = start + num_tokens
+        size = self.pool.block_size
+        first, last = start // size, end // size
+        if first < last:
+            published += self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, first, last)
+        samples = end == len(state.token_ids)
+        is_prefill = not state.is_decoding
+        chunks.append(
+            ScheduledChunk(state=state, start=start, num_tokens=num_tokens, samples=samples, is_prefill=is_prefill, scored=scored)
+        )
+        return num_tokens
+
+    def _append(self, state: RequestState, new_ids: Sequence[int]) -> RequestProgress:
+        taken: list[int] = []
+        reason: FinishReason | None = None
+        stop_token_id: int | None = None
+        if len(state.token_ids) >= state.max_num_tokens:  # nothing was asked for but the prompt's own log-probabilities
+            new_ids, reason = (), FinishReason.LENGTH
+        for token_id in new_ids:
+            taken.append(token_id)
+            state.token_ids.append(token_id)
+            if token_id in state.stop_token_ids and state.num_output_tokens > state.request.params.min_tokens:
+                reason, stop_token_id = FinishReason.STOP, token_id
+                break
+            if len(state.token_ids) >= state.max_num_tokens:
+                reason = FinishReason.LENGTH
+                break
+        if reason is None and state.request.wants_handoff:
+            reason = FinishReason.HANDOFF
+        if reason is not None:
+            self._end(state)
+        return self._progress(state, token_ids=tuple(taken), finish_reason=reason, stop_token_id=stop_token_id)
+
+    def _preempt(self, state: RequestState) -> None:
+        """Takes all blocks of a running request; it is computed again later, from whatever stays cached."""
+        self._release_blocks(state)
+        del self._running[self._index(self._running, state)]
+        state.num_computed_tokens = 0
+        state.num_preemptions += 1
+        state.status = RequestStatus.WAITING
+        insort(self._waiting, state, key=_urgency)
+
+    def _end(self, state: RequestState) -> None:
+        queue = self._running if state.status is RequestStatus.RUNNING else self._waiting
+        del queue[self._index(queue, state)]
+        del self._states[state.key]
+        self._release_blocks(state)
+        state.status = RequestStatus.ENDED
+
+    def _release_blocks(self, state: RequestState) -> None:
+        state.is_loading = False  # what is on the way arrives for nobody
+        self.pool.release(state.block_ids, state.request.priority)
+        state.block_ids = []
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    @staticmethod
+    def _index(queue: list[RequestState], state: RequestState) -> int:
+        return bisect_left(queue, state.urgency, key=_urgency)
+
+    @staticmethod
+    def _progress(
+        state: RequestState,
+        *,
+        token_ids: tuple[int, ...] = (),
+        finish_reason: FinishReason | None = None,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> RequestProgress:
+        return RequestProgress(
+            key=state.key,
+            attempt=state.request.attempt,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=state.num_cached_tokens,
+            error=error,
+        )
+
+
+def _urgency(state: RequestState) -> tuple[int, int]:
+    return state.urgency

@@ -1,0 +1,91 @@
+"""What one step computes, as plain numbers on the host. Free of torch. T packed tokens, R requests, M blocks of the longest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from replicas.scheduling.step_plan import StepPlan
+
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrays:
+    """A packed step without what follows from it: every request's tokens one after the other."""
+
+    token_ids_T: IntArray
+    lens_R: IntArray
+    """Tokens of each request in this step."""
+    context_lens_R: IntArray
+    """Tokens in KV once this step has written its own."""
+    block_tables_RM: IntArray
+    """Padded with 0."""
+    logit_rows_N: IntArray
+    """Indices into T of the tokens whose logits are wanted, ascending: each chunk's scored ones, then its sampling one."""
+    block_size: int
+
+    @classmethod
+    def of(cls, plan: StepPlan, block_size: int) -> StepArrays:
+        chunks = plan.chunks
+        context_R = np.array([chunk.start + chunk.num_tokens for chunk in chunks], dtype=np.int32)
+        token_ids: list[int] = []
+        blocks: list[int] = []
+        for chunk, num_blocks in zip(chunks, (-(-context_R // block_size)).tolist(), strict=True):
+            token_ids += chunk.state.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+            blocks += chunk.state.block_ids[:num_blocks]
+        return cls.with_blocks(
+            token_ids_T=np.array(token_ids, dtype=np.int32),
+            lens_R=np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32),
+            context_lens_R=context_R,
+            blocks=np.array(blocks, dtype=np.int32),
+            logit_rows_N=_logit_rows(plan),
+            block_size=block_size,
+        )
+
+    @classmethod
+    def with_blocks(
+        cls,
+        *,
+        token_ids_T: IntArray,
+        lens_R: IntArray,
+        context_lens_R: IntArray,
+        blocks: IntArray,
+        logit_rows_N: IntArray,
+        block_size: int,
+    ) -> StepArrays:
+        """`blocks` holds the block ids of all requests, one after the other."""
+        is_block_RM = _is_block(context_lens_R, block_size)
+        tables_RM = np.zeros(is_block_RM.shape, dtype=np.int32)
+        tables_RM[is_block_RM] = blocks
+        return cls(
+            token_ids_T=token_ids_T,
+            lens_R=lens_R,
+            context_lens_R=context_lens_R,
+            block_tables_RM=tables_RM,
+            logit_rows_N=logit_rows_N,
+            block_size=block_size,
+        )
+
+    def block_ids(self) -> IntArray:
+        """Of all requests, one after the other, without padding."""
+        return self.block_tables_RM[_is_block(self.context_lens_R, self.block_size)]
+
+
+def _logit_rows(plan: StepPlan) -> IntArray:
+    rows: list[int] = []
+    start = 0
+    for chunk in plan.chunks:
+        rows += range(chunk.scored.start - chunk.start + start, chunk.scored.stop - chunk.start + start)
+        start += chunk.num_tokens
+        if chunk.samples:
+            rows.append(start - 1)
+    return np.array(rows, dtype=np.int32)
+
+
+def _is_block(context_lens_R: IntArray, block_size: int) -> BoolArray:
+    num_blocks_R = -(-context_lens_R // block_size)
+    is_block: BoolArray = np.arange(int(num_blocks_R.max()))[None, :] < num_blocks_R[:, None]
+    return is_block
