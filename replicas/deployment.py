@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import os
@@ -15,22 +14,22 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.util import get_current_placement_group, metrics, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from replicas.engine.async_engine import AsyncEngine, StepEngine
-from replicas.engine.metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS_BOUNDS, EngineMetrics
+from replicas.engine.async_engine import AsyncEngine
+from replicas.engine.metrics import EngineMetrics
 from replicas.engine.reporter import ReplicaIdentity, Reporter, report_interval_s
 from replicas.engine_config import LOOPBACK, EngineConfig
 from replicas.model_description import ModelDescription
 from replicas.process.cores import CoreClaim, CoreDemand, threads_of_engine, try_claim_cores
 from replicas.process.heap import freeze_heap
 from replicas.process.logs import start_logging
-from replicas.ranks.channel import RankAddress
-from replicas.ranks.launcher import LaunchedRank
 from replicas.request import GenerationRequest, RequestProgress, StepOutput
 from replicas.serve.handles import over_grpc
+from replicas.serve.metric_sink import RayMetricSink
+from replicas.serve.object_store import object_store_transport
+from replicas.serve.rank_launcher import RayLauncher
 from replicas.stats import ReplicaReport, ReplicaStats, ReportReply
+from replicas.step_engine import StepEngine
 
 logger = logging.getLogger(__name__)
 
@@ -196,123 +195,6 @@ class ReplicaDeployment:
         for task in getattr(self, "_tasks", ()):
             task.cancel()
         await self._engine.shutdown()
-
-
-class RayObjectStore:
-    """Ray's own store, for messages between replicas that have no faster way.
-
-    A ref that is pickled outside of Ray's calls pins its object until the process ends. So a ticket holds what a ref is made
-    of, and the object lives exactly as long as the ref here.
-    """
-
-    errors: tuple[type[Exception], ...] = (ray.exceptions.RayError,)
-
-    def __init__(self) -> None:
-        """Raises RuntimeError with a Ray that makes its refs otherwise."""
-        self.name = str(ray.get_runtime_context().gcs_address)
-        self._core: Any = ray._private.worker.global_worker.core_worker
-        for method in ("serialize_object_ref", "deserialize_and_register_object_ref"):
-            if not hasattr(self._core, method):
-                raise RuntimeError(f"this version of Ray has no CoreWorker.{method}; install the pinned requirements.txt")
-        self._refs: dict[str, Any] = {}  # ticket -> what keeps the object
-
-    def put(self, data: Any) -> str:
-        ref = ray.put(data)
-        _, owner, status = self._core.serialize_object_ref(ref)
-        ticket = json.dumps([part.hex() for part in (ref.binary(), owner, status)])
-        self._refs[ticket] = ref
-        return ticket
-
-    def get(self, ticket: str, deadline_s: float) -> Any:
-        binary, owner, status = (bytes.fromhex(part) for part in json.loads(ticket))
-        ref = ray.ObjectRef(binary, owner)
-        self._core.deserialize_and_register_object_ref(binary, ray.ObjectRef.nil(), owner, status)
-        return ray.get(ref, timeout=deadline_s)
-
-    def free(self, ticket: str) -> None:
-        """Ray gives the memory back within a second, or with a hundred others."""
-        self._refs.pop(ticket, None)
-
-
-def object_store_transport(device: Any) -> Any:
-    """The transport over Ray's store, of KV on `device`. In a process of Ray's."""
-    from kvcache.transfer.object_store import ObjectStoreTransport
-
-    return ObjectStoreTransport(RayObjectStore(), device)
-
-
-class RayLauncher:
-    """Ranks as actors in this replica's placement group, one a bundle. They end with the replica's actor, which owns them."""
-
-    shows_all_devices = False
-
-    def __init__(self) -> None:
-        """In the replica's actor, whose deployment asked for a placement group."""
-        group = get_current_placement_group()
-        if group is None:
-            raise ValueError("tensor_parallel_size above 1 needs a placement group; deploy through cluster.app, which asks for it")
-        self._group = group
-        nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
-        self.host = "127.0.0.1" if len(nodes) == 1 else ray.util.get_node_ip_address()
-
-    def launch(self, address: RankAddress, num_threads: int) -> LaunchedRank:
-        bundle = self._group.bundle_specs[address.rank]
-        actor = ray.remote(_RankActor).options(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=address.rank),
-        )
-        return _RayRank(actor.remote(), address, num_threads)
-
-
-class _RankActor:
-    def run(self, address: RankAddress, num_threads: int) -> None:
-        claim = try_claim_cores(num_threads)
-        if claim is not None:
-            claim.pin_thread()
-        from replicas.ranks.rank_process import run_rank
-
-        run_rank(address, extra_transports=(object_store_transport,))
-
-
-class _RayRank:
-    def __init__(self, actor: Any, address: RankAddress, num_threads: int) -> None:
-        self._actor, self._end = actor, actor.run.remote(address, num_threads)
-
-    def why_ended(self) -> str | None:
-        ended, _ = ray.wait([self._end], timeout=0)
-        if not ended:
-            return None
-        try:
-            ray.get(self._end)
-        except ray.exceptions.RayError as error:
-            return str(error).strip().splitlines()[0]
-        return "it was told to stop"
-
-    def kill(self) -> None:
-        ray.kill(self._actor)
-
-
-class RayMetricSink:
-    """The engine's metrics on Ray's metrics agent, where the dashboard and Prometheus find them."""
-
-    def __init__(self, tags: dict[str, str]) -> None:
-        keys = tuple(tags)
-        self._gauges = {name: metrics.Gauge(name, text, tag_keys=keys) for name, (text, _) in GAUGES.items()}
-        self._counters = {name: metrics.Counter(name, text, tag_keys=keys) for name, (text, _) in COUNTERS.items()}
-        self._step = metrics.Histogram(STEP_SECONDS, "Duration of a step", boundaries=list(STEP_SECONDS_BOUNDS), tag_keys=keys)
-        for metric in (*self._gauges.values(), *self._counters.values(), self._step):
-            metric.set_default_tags(tags)
-
-    def set_gauge(self, name: str, value: float) -> None:
-        self._gauges[name].set(value)
-
-    def add_counter(self, name: str, value: float) -> None:
-        self._counters[name].inc(value)
-
-    def observe_step(self, seconds: float) -> None:
-        self._step.observe(seconds)
 
 
 def _stop_signal() -> Callable[[], bool]:

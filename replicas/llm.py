@@ -10,12 +10,12 @@ from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from replicas.engine.async_engine import StepEngine
 from replicas.engine_config import DType, EngineConfig
 from replicas.llm_output import CompletionOutput, RequestOutput
 from replicas.process.deferred_interrupt import DeferredInterrupt
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, TokenLogprob
 from replicas.sampling_params import SamplingParams
+from replicas.step_engine import StepEngine
 from replicas.text.text_stream import TextStream
 from replicas.text.tokenizer import ChatTemplateError, Tokenizer
 

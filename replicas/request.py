@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -106,6 +106,17 @@ class RequestProgress:
     """The reason, when `finish_reason` is FAILED."""
     handoff: KVHandoff | None = None
     """Once for each request that wants one, as soon as its first chunk is computed: pulling may begin."""
+
+
+def merge_progress(earlier: RequestProgress, later: RequestProgress) -> RequestProgress:
+    """One message with the tokens of both, in order, and the later one's ending."""
+    return replace(
+        later,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=earlier.logprobs + later.logprobs,
+        prompt_logprobs=later.prompt_logprobs if earlier.prompt_logprobs is None else earlier.prompt_logprobs,
+        handoff=earlier.handoff or later.handoff,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

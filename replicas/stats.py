@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from kvcache.events import KVEvent
 from replicas.engine_config import Role
 
+SMOOTHING = 0.2
+"""Weight of a new value in the exponentially weighted means of a replica's statistics."""
+
+
+def smoothed(mean: float | None, value: float) -> float:
+    """The exponentially weighted mean with `value` added; the first value is its own mean."""
+    return value if mean is None else mean + SMOOTHING * (value - mean)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffStats:

@@ -13,13 +13,13 @@ from router.fleet.ledger import BookingLedger
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.rates import PoolRates, Rates
 from router.fleet.replica_state import ReplicaState
+from router.fleet.solitary import SolitaryRequests
 from router.policies.policy import Policy
-from router.recording import DecisionSink
+from router.policies.recording import DecisionSink
 from router.routing_statistics import RoutingCounters, RoutingStatistics
 from router.snapshot import CandidateScore, ClusterSnapshot, Decision, Rejection, RoutingRequest
 from router.waiting.admission import AdmissionQueue, Waiting
 from router.waiting.shedding import Shedding
-from router.waiting.solitary import SolitaryRequests
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from replicas.stats import ReplicaReport, ReportReply
 from router.config import RouterConfig
 from router.model_router import ModelRouter
 from router.policies.policy import Policy
-from router.recording import DecisionSink
+from router.policies.recording import DecisionSink
 from router.routing_statistics import RoutingStatistics
 from router.snapshot import Decision, Rejection, RoutingRequest
 
@@ -24,7 +24,7 @@ class Router:
     """
 
     def __init__(self, config: RouterConfig, policy: Policy, sink: DecisionSink | None = None) -> None:
-        """`sink` is called with each decision and everything it was made from (`router.recording`)."""
+        """`sink` is called with each decision and everything it was made from (`router.policies.recording`)."""
         self._config = config
         self._policy = policy
         self._sink = sink

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from replicas.deployment import object_store_transport
+from replicas.serve.object_store import object_store_transport
 
 MESSAGE_BYTES = 1 << 18
 

@@ -17,10 +17,10 @@ from cluster.generation.backend import ReplicaDied, ReplicaGone, ReplicaHung, Re
 from cluster.serve.interrupts import Interrupted, Interrupts
 from cluster.serve.router_line import RouterLine
 from cluster.serve.target_unreachable import TargetUnreachable
-from replicas.engine.async_engine import EngineUnhealthy
 from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
 from replicas.request import GenerationRequest, RequestProgress
+from replicas.step_engine import EngineUnhealthy
 from router.live.batch import PrefillEnded, ReplicaLost, RequestEnded
 from router.snapshot import Decision, Rejection, RoutingRequest
 

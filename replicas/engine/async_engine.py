@@ -13,46 +13,13 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from kvcache.events import KVEvent
-from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
+from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput, merge_progress
 from replicas.stats import ReplicaStats
+from replicas.step_engine import EngineUnhealthy, KVChanges, StepEngine
 
 logger = logging.getLogger(__name__)
-
-
-class EngineUnhealthy(RuntimeError):
-    """The engine died, or has had work for longer than its deadline without finishing a step.
-
-    Not raised while it loads, is idle, or finishes steps slowly.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVChanges:
-    """Changes of the prefix cache from event `first_event` on, or every cached block when `is_full_state`."""
-
-    first_event: int
-    events: tuple[KVEvent, ...]
-    is_full_state: bool
-
-
-class StepEngine(Protocol):
-    """What a thread can drive: `replicas.engine.engine.Engine`, or a fake with hand-calculable output."""
-
-    @property
-    def has_work(self) -> bool: ...
-    def add_request(self, request: GenerationRequest) -> None: ...
-    def cancel(self, key: RequestKey) -> bool: ...
-    def step(self) -> StepOutput: ...
-    def wake(self) -> None:
-        """From any thread: a step that only waits for transfers ends at once."""
-
-    def stats(self) -> ReplicaStats: ...
-    def kv_changes(self, since: int | None) -> KVChanges: ...
-    def close(self) -> None: ...
 
 
 class _Stream:
@@ -87,17 +54,6 @@ class _Stream:
             return pending
         assert pending is not None
         raise pending
-
-
-def merge_progress(earlier: RequestProgress, later: RequestProgress) -> RequestProgress:
-    """One message with the tokens of both, in order, and the later one's ending."""
-    return replace(
-        later,
-        token_ids=earlier.token_ids + later.token_ids,
-        logprobs=earlier.logprobs + later.logprobs,
-        prompt_logprobs=later.prompt_logprobs if earlier.prompt_logprobs is None else earlier.prompt_logprobs,
-        handoff=earlier.handoff or later.handoff,
-    )
 
 
 class AsyncEngine:

@@ -6,7 +6,6 @@ import threading
 from dataclasses import replace
 from typing import Literal, get_args
 
-from replicas.engine.async_engine import KVChanges
 from replicas.engine.engine import Engine
 from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
@@ -14,6 +13,7 @@ from replicas.handoff.paired_progress import BAD_ENDINGS, PairedProgress
 from replicas.handoff.wiring import InProcessWiring, RemoteWiring
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
 from replicas.stats import ReplicaStats
+from replicas.step_engine import KVChanges
 
 Transfer = Literal["auto", "in-process", "process-group"]
 

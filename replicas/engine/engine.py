@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 
 from replicas.attention.step_tensors import StepTensors
-from replicas.engine.async_engine import KVChanges, merge_progress
 from replicas.engine.step_statistics import StepStatistics
 from replicas.engine_config import EngineConfig
 from replicas.handoff.handoffs import Handoffs
@@ -21,12 +20,13 @@ from replicas.model.runner import ModelRunner
 from replicas.model_description import ModelDescription
 from replicas.ranks.launcher import RankLauncher
 from replicas.ranks.leader import Leader
-from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
+from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput, merge_progress
 from replicas.sampling.sampler import BAD_LOGITS, SampledTokens, Sampler
 from replicas.sampling.sampling_state import SamplingState
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.step_plan import StepPlan
 from replicas.stats import HandoffStats, ReplicaStats
+from replicas.step_engine import KVChanges
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from replicas.engine.async_engine import AsyncEngine, KVChanges
+from replicas.engine.async_engine import AsyncEngine
 from replicas.engine_config import Role
 from replicas.stats import ReplicaReport, ReplicaStats, ReportReply
+from replicas.step_engine import KVChanges
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from replicas.request import FinishReason, StepOutput
-from replicas.stats import ReplicaStats
-
-SMOOTHING = 0.2
+from replicas.stats import ReplicaStats, smoothed
 
 
 class StepStatistics:
@@ -36,13 +34,13 @@ class StepStatistics:
         if output.step_s <= 0:
             return
         if output.num_prefill_tokens == 0:
-            self._decode_step_s = _smooth(self._decode_step_s, output.step_s)
+            self._decode_step_s = smoothed(self._decode_step_s, output.step_s)
         elif output.cuts_a_prompt and output.num_decode_tokens:
             # Held back for the decodes beside it: so fast a prompt comes in now, and whoever waits for it waits that long.
-            self._prefill_tokens_per_s = _smooth(self._prefill_tokens_per_s, output.num_prefill_tokens / output.step_s)
+            self._prefill_tokens_per_s = smoothed(self._prefill_tokens_per_s, output.num_prefill_tokens / output.step_s)
         elif output.num_prefill_tokens >= 4 * output.num_decode_tokens:
             # A step with few prefill tokens costs about what its decodes cost, and says nothing of the prefill rate.
-            self._prefill_tokens_per_s = _smooth(self._prefill_tokens_per_s, num_tokens / output.step_s)
+            self._prefill_tokens_per_s = smoothed(self._prefill_tokens_per_s, num_tokens / output.step_s)
 
     def snapshot(self) -> ReplicaStats:
         """Counters and rates; load and blocks are left at their defaults."""
@@ -59,7 +57,3 @@ class StepStatistics:
             num_cancelled=ended[FinishReason.CANCELLED],
             num_failed=ended[FinishReason.FAILED],
         )
-
-
-def _smooth(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + SMOOTHING * (value - mean)

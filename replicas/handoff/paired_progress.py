@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from replicas.engine.async_engine import merge_progress
-from replicas.request import FinishReason, GenerationRequest, RequestProgress
+from replicas.request import FinishReason, GenerationRequest, RequestProgress, merge_progress
 
 RecomputeReason = Literal["prefill_lost", "first_token_differs"]
 """Why a decode side must compute a request's KV itself, though the pair was there."""

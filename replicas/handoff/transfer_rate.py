@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicas.engine.step_statistics import SMOOTHING
+from replicas.stats import smoothed
 
 
 class TransferRate:
@@ -10,18 +10,14 @@ class TransferRate:
 
     def __init__(self) -> None:
         self._tokens: float | None = None
-        self._seconds = 0.0
+        self._seconds: float | None = None
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Of one handoff. One of which everything was cached already tells nothing."""
         if num_tokens <= 0 or seconds <= 0:
             return
-        if self._tokens is None:
-            self._tokens, self._seconds = num_tokens, seconds
-        else:
-            self._tokens += SMOOTHING * (num_tokens - self._tokens)
-            self._seconds += SMOOTHING * (seconds - self._seconds)
+        self._tokens, self._seconds = smoothed(self._tokens, num_tokens), smoothed(self._seconds, seconds)
 
     @property
     def tokens_per_s(self) -> float | None:
-        return None if self._tokens is None else self._tokens / self._seconds
+        return None if self._tokens is None or self._seconds is None else self._tokens / self._seconds

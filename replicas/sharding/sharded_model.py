@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from replicas.model.runner import ATTENTION_NAME
+from replicas.attention.registration import ATTENTION_NAME
 from replicas.model_support import UnsupportedModel
 from replicas.sharding.checkpoint import Checkpoint
 from replicas.sharding.collectives import RankGroup

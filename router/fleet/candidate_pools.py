@@ -9,8 +9,8 @@ from math import inf
 from router.config import RouterConfig
 from router.fleet.preview import CandidatePreview
 from router.fleet.replica_state import ReplicaState
+from router.fleet.solitary import SolitaryRequests
 from router.snapshot import ClusterSnapshot, ReplicaSnapshot, RoutingRequest
-from router.waiting.solitary import SolitaryRequests
 
 LOOK_AGAIN_S = 1.0
 """Replicas fall silent: who may take work is found out this often even if nothing is reported."""

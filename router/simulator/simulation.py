@@ -16,7 +16,7 @@ from replicas.scheduling.scheduler import SchedulerConfig
 from replicas.stats import ReplicaReport
 from router.config import RouterConfig
 from router.policies.policy import Policy
-from router.recording import DecisionSink
+from router.policies.recording import DecisionSink
 from router.router import Router
 from router.simulator.handoffs import SimulatedHandoffs
 from router.simulator.hardware import StepTimer

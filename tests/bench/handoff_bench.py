@@ -30,12 +30,12 @@ from kvcache.transfer.pull import HandoffPull
 from kvcache.transfer.remote import RemoteConnector
 from kvcache.transfer.server import TransferServer
 from kvcache.transfer.source import KVSource
-from replicas.deployment import object_store_transport
 from replicas.engine.disaggregated import DisaggregatedEngine
 from replicas.engine_config import EngineConfig
 from replicas.model.default_model import prepare_default_model
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
+from replicas.serve.object_store import object_store_transport
 from tests.bench.machine import hardware_line
 
 CPU = torch.device("cpu")

@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from replicas.engine.async_engine import AsyncEngine, StepEngine
+from replicas.engine.async_engine import AsyncEngine
 from replicas.engine_config import EngineConfig
 from replicas.model.default_model import prepare_default_model
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
+from replicas.step_engine import StepEngine
 from replicas.text.tokenizer import Tokenizer
 from tests.bench.machine import hardware_line
 from tests.data_paths import SHARED_DATA

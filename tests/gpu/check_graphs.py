@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvcache.tensors import bytes_per_token
-from replicas import rank_model
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
+from replicas.model import rank_model
 from replicas.model.cuda_graphs import GraphedRunner
 from replicas.model.runner import TransformersRunner
 from tests.bench.manta_engine import StepRow, sweep

@@ -13,7 +13,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from kvcache.transfer.link import LinkLost
 from kvcache.transfer.object_store import ObjectStoreLink
-from replicas.deployment import object_store_transport
+from replicas.serve.object_store import object_store_transport
 from tests.object_store_source import MESSAGE_BYTES, ObjectStoreSource
 
 NUM_TRANSFERS = 300

@@ -6,12 +6,12 @@ import threading
 from dataclasses import replace
 
 from kvcache.block_pool import BlockPool
-from replicas.engine.async_engine import KVChanges
 from replicas.engine.step_statistics import StepStatistics
 from replicas.model_description import ModelDescription
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput, TokenLogprob
 from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
 from replicas.stats import ReplicaStats
+from replicas.step_engine import KVChanges
 
 BLOCK_SIZE = 16
 LOGPROB = -0.5

@@ -18,11 +18,12 @@ from cluster.generation.replica_losses import FailoverPolicy
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.telemetry.access_log import AccessRecord
 from cluster.web.http_app import create_app
-from replicas.engine.async_engine import AsyncEngine, EngineUnhealthy
+from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.reporter import ReplicaIdentity, Reporter
 from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
 from replicas.request import GenerationRequest, RequestProgress
+from replicas.step_engine import EngineUnhealthy
 from replicas.text.tokenizer import Tokenizer
 from router.config import RouterConfig
 from router.live.async_router import AsyncRouter

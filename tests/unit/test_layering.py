@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,48 @@ def test_torch_is_never_imported_by_gateway_router_and_text() -> None:
         if is_under(name, TORCH_FREE_PREFIXES) and any(is_under(i, ("torch",)) for i in imports_of(path))
     ]
     assert wrong == []
+
+
+ROOMS = {
+    "router": ("deployment", "simulator", "live", "router", "model_router", "waiting", "policies", "fleet"),
+    "replicas": (
+        "deployment", "llm", "serve", "engine", "ranks", "handoff", "model", "sharding", "attention", "sampling", "native",
+        "scheduling", "text", "process",
+    ),
+}  # fmt: skip
+"""Folders of each package, and the modules that stand above some of them, in the order in which a request walks. An import goes
+from left to right. Modules that are not named are contracts: they import no folder."""
+
+MAX_MODULES_PER_FOLDER = 14
+MAX_LINES_PER_MODULE = 402
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_import_between_the_rooms_of_a_package_never_runs_back(package: str) -> None:
+    order = ROOMS[package]
+    folders = {path.name for path in (ROOT / package).iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert folders <= set(order), f"{package} has rooms that ROOMS does not place: {folders - set(order)}"
+
+    def floor(name: str) -> int:
+        """Place of a module's room; contracts are below all rooms."""
+        room = name.split(".")[1]
+        return order.index(room) if room in order else len(order)
+
+    wrong = [
+        f"{name} -> {imported}"
+        for name, path in modules().items()
+        if name.startswith(f"{package}.")
+        for imported in imports_of(path)
+        if imported.startswith(f"{package}.") and floor(imported) < floor(name)
+    ]
+    assert wrong == []
+
+
+def test_folder_of_the_packages_holds_few_modules_and_modules_few_lines() -> None:
+    paths = [path for path in modules().values() if path.name != "__init__.py"]
+    crowded = {folder: num for folder, num in Counter(path.parent for path in paths).items() if num > MAX_MODULES_PER_FOLDER}
+    long = {path: num for path in paths if (num := len(path.read_text().splitlines())) > MAX_LINES_PER_MODULE}
+    assert (crowded, long) == ({}, {})
 
 
 def import_all(names: list[str], blocked: str) -> subprocess.CompletedProcess[str]:

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.engine.async_engine import AsyncEngine, EngineUnhealthy
+from replicas.engine.async_engine import AsyncEngine
 from replicas.request import FinishReason, GenerationRequest, RequestProgress, RequestRejected, StepOutput
 from replicas.sampling_params import SamplingParams
 from replicas.stats import HandoffStats, ReplicaStats
+from replicas.step_engine import EngineUnhealthy
 from tests.unit.fake_engine import EchoEngine
 
 

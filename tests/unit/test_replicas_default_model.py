@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from replicas import default_model
+from replicas.model import default_model
 from replicas.model.default_model import DefaultModelError, find_gguf, prepare_default_model
 
 

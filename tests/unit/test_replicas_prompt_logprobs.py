@@ -11,12 +11,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from kvcache.block_pool import BlockPool
-from replicas.engine.async_engine import merge_progress
 from replicas.engine.disaggregated import DisaggregatedEngine
 from replicas.engine.engine import Engine
 from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
-from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, TokenLogprob
+from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, TokenLogprob, merge_progress
 from replicas.sampling_params import SamplingParams
 from replicas.scheduling.scheduler import Scheduler
 from tests.engine_harness import Generated, run

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from kvcache.events import BlockStored
-from replicas.engine.async_engine import KVChanges
 from replicas.engine.reporter import ReplicaIdentity, Reporter, report_interval_s
 from replicas.stats import ReplicaReport, ReplicaStats, ReportReply
+from replicas.step_engine import KVChanges
 
 
 class _Engine:

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.engine.step_statistics import SMOOTHING, StepStatistics
+from replicas.engine.step_statistics import StepStatistics
 from replicas.request import StepOutput
+from replicas.stats import SMOOTHING
 
 
 def _rate_after(*steps: StepOutput) -> float | None:

@@ -10,7 +10,7 @@ from replicas.stats import ReplicaReport, ReplicaStats
 from router.config import PolicyName, RouterConfig
 from router.policies.policy import RoundRobin
 from router.policies.policy_choice import make_policy
-from router.recording import DecisionRecorder, read_records, replay
+from router.policies.recording import DecisionRecorder, read_records, replay
 from router.router import Router
 from router.snapshot import Decision, RoutingRequest
 

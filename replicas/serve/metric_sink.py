@@ -1,0 +1,28 @@
+"""The engine's metrics through Ray."""
+
+from __future__ import annotations
+
+from ray.util import metrics
+
+from replicas.engine.metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS_BOUNDS
+
+
+class RayMetricSink:
+    """The engine's metrics on Ray's metrics agent, where the dashboard and Prometheus find them."""
+
+    def __init__(self, tags: dict[str, str]) -> None:
+        keys = tuple(tags)
+        self._gauges = {name: metrics.Gauge(name, text, tag_keys=keys) for name, (text, _) in GAUGES.items()}
+        self._counters = {name: metrics.Counter(name, text, tag_keys=keys) for name, (text, _) in COUNTERS.items()}
+        self._step = metrics.Histogram(STEP_SECONDS, "Duration of a step", boundaries=list(STEP_SECONDS_BOUNDS), tag_keys=keys)
+        for metric in (*self._gauges.values(), *self._counters.values(), self._step):
+            metric.set_default_tags(tags)
+
+    def set_gauge(self, name: str, value: float) -> None:
+        self._gauges[name].set(value)
+
+    def add_counter(self, name: str, value: float) -> None:
+        self._counters[name].inc(value)
+
+    def observe_step(self, seconds: float) -> None:
+        self._step.observe(seconds)
