@@ -214,9 +214,9 @@ def _load(config: EngineConfig, decode_config: EngineConfig | None) -> _LoadedEn
         from replicas.engine.disaggregated import DisaggregatedEngine
 
         return DisaggregatedEngine.load(config, decode_config=decode_config)
-    from replicas.engine.engine import Engine
+    from replicas.engine.loader import load_engine
 
-    return Engine.load(config)
+    return load_engine(config)
 
 
 class _LoadedEngine(StepEngine, Protocol):

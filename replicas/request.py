@@ -127,6 +127,8 @@ class StepOutput:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_preemptions: int = 0
+    is_graphed: bool = False
+    """Whether it was replayed as a CUDA graph."""
     cuts_a_prompt: bool = False
     """Whether the step took in as many tokens of prompts as it might, and left some."""
     step_s: float = 0.0

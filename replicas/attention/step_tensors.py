@@ -26,12 +26,12 @@ class StepTensors:
     block_tables_RM: torch.Tensor
     """int32, padded with 0."""
     logit_rows: torch.Tensor
-    """int64 indices into T of the tokens whose logits are wanted, ascending: each chunk's scored ones, then its sampling one."""
+    """int64 indices into T of the tokens whose logits are wanted, ascending."""
     max_query_len: int
     max_context_len: int
 
     arrays: StepArrays
-    """The same step on the host, from which another rank can make its own."""
+    """The same step on the host, from which another rank can make its own, and which hidden states are wanted."""
 
     @classmethod
     def of(cls, plan: StepPlan, block_size: int) -> StepTensors:

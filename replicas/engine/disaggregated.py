@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from replicas.engine.engine import Engine
 from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
+from replicas.handoff.kv_exchange import NoExchange
 from replicas.handoff.paired_progress import BAD_ENDINGS, PairedProgress
 from replicas.handoff.wiring import InProcessWiring, RemoteWiring
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
@@ -38,7 +39,7 @@ class DisaggregatedEngine:
     """
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
-        if prefill.handoffs is None or decode.handoffs is None:
+        if any(isinstance(engine.handoffs, NoExchange) for engine in (prefill, decode)):
             raise ValueError("role must be prefill for the one engine and decode for the other: a unified one hands nothing over")
         self.prefill, self.decode = prefill, decode
         self._pairs: dict[RequestKey, _Pair] = {}
@@ -108,7 +109,6 @@ class DisaggregatedEngine:
                     progress += take(pair, item)
         is_idle = not progress and not any(o.num_prefill_tokens + o.num_decode_tokens for o in outputs)
         if is_idle and self.has_work:
-            assert self.decode.handoffs is not None
             self.decode.handoffs.wait()
         return StepOutput(
             progress=tuple(progress),

@@ -20,7 +20,6 @@ from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig, Quantization
 from replicas.handoff.other_ranks import NoOtherRanks
 from replicas.handoff.wiring import HandoffWiring, RemoteWiring
-from replicas.model.cuda_graphs import GraphedRunner
 from replicas.model.kv_sizing import KVSize
 from replicas.model.loader import LoadedModel, ModelChoice, choose_model, load_model
 from replicas.model.native_decoder import NativeMismatch
@@ -149,7 +148,6 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         description=description,
         handoffs=handoffs,
         leader=leader,
-        graphs=runner if isinstance(runner, GraphedRunner) else None,
     )
 
 
@@ -178,14 +176,14 @@ class _DryRun:
         """Runs one sequence in chunks that end at `chunk_ends`; the logits [len(chunk_ends), V] of each chunk's last token."""
         request = GenerationRequest(request_id="dry-run", prompt_ids=tuple(token_ids), params=SamplingParams(), seed=0)
         chain = BlockKeyChain(CacheIdentity(), self._block_size)
-        state = RequestState(request, arrival_number=0, chain=chain, stop_token_ids=frozenset(), max_num_tokens=len(token_ids))
+        state = RequestState(request, arrival_number=0, chain=chain, max_num_tokens=len(token_ids))
         state.block_ids = list(range(-(-len(token_ids) // self._block_size)))
         rows: list[torch.Tensor] = []
         start = 0
         for end in chunk_ends:
-            chunk = ScheduledChunk(state=state, start=start, num_tokens=end - start, samples=True, is_prefill=True)
+            chunk = ScheduledChunk(state=state, start=start, num_tokens=end - start, is_prefill=True, logits=range(end - 1, end))
             step = StepTensors.of(StepPlan(chunks=(chunk,)), self._block_size)
-            rows.append(self._runner.forward(step).clone())
+            rows.append(self._runner.forward(step).logits_NV.clone())
             start = end
         return torch.cat(rows)
 

@@ -13,6 +13,7 @@ class StepStatistics:
         self._prefill_tokens_per_s: float | None = None
         self._decode_step_s: float | None = None
         self._num_steps = 0
+        self._num_graphed_steps = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._num_generated_tokens = 0
@@ -30,6 +31,7 @@ class StepStatistics:
         if num_tokens == 0:
             return
         self._num_steps += 1
+        self._num_graphed_steps += output.is_graphed
         self._num_prompt_tokens += output.num_prefill_tokens
         if output.step_s <= 0:
             return
@@ -49,6 +51,7 @@ class StepStatistics:
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             decode_step_s=self._decode_step_s,
             num_steps=self._num_steps,
+            num_graphed_steps=self._num_graphed_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,

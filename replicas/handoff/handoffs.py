@@ -106,10 +106,24 @@ class Handoffs:
         """Blocks are lent or borrowed, so steps must go on until they are back."""
         return bool(self._loads or self._ending) or self.ownership.has_transfers
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.rate.tokens_per_s
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """Every request may be handed over."""
+
     def wait(self) -> None:
         """Sleeps until a transfer changes something, at most `MAX_WAIT_S`."""
         self.changed.wait(MAX_WAIT_S)
         self.changed.clear()
+
+    def wake(self) -> None:
+        self.changed.set()
+
+    def checked_tables(self) -> Sequence[Sequence[int]]:
+        self.ownership.check()
+        return self.ownership.tables()
 
     def stats(self) -> HandoffStats:
         counters, ownership = self.counters, self.ownership
@@ -200,9 +214,11 @@ class Handoffs:
     def note_progress(self, progress: Sequence[RequestProgress]) -> None:
         """Of a step: a prefill that ended hands over, any other ending takes the offer back."""
         for item in progress:
-            if item.finish_reason is None or item.key not in self._offers:
+            offer = None if item.finish_reason is None else self._offers.get(item.key)
+            if offer is None or offer[0].request.attempt != item.attempt:  # an older attempt's ending is not this one's
                 continue
-            _, ref = self._offers.pop(item.key)
+            del self._offers[item.key]
+            ref = offer[1]
             if item.finish_reason is FinishReason.HANDOFF:
                 self.source.complete(ref, item.token_ids)
                 self._ranks.complete(ref, item.token_ids)

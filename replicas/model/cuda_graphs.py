@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from replicas.attention.step_tensors import StepTensors
-from replicas.model.runner import ModelRunner
+from replicas.model.runner import ModelRunner, StepResult
 from replicas.scheduling.step_arrays import StepArrays
 
 logger = logging.getLogger(__name__)
@@ -180,13 +180,12 @@ class GraphedRunner:
     def __init__(self, eager: ModelRunner, capture: GraphCapture, shape: DecodeShape, device: torch.device) -> None:
         """Records all sizes, the largest first: smaller ones then find their memory. Raises RuntimeError for what cannot be
         recorded, GraphsRefused when a replay differs from an eager run."""
-        self.num_graphed_steps = 0
         self._eager, self._shape = eager, shape
         self._sizes = shape.sizes
         start_s = time.monotonic()
         with torch.inference_mode():
             self._inputs = StaticInputs(shape, device)
-            self._logits_BV = torch.empty_like(eager.forward(self._inputs.step(shape.max_rows)))
+            self._logits_BV = torch.empty_like(eager.forward(self._inputs.step(shape.max_rows)).logits_NV)
             logger.info("recording CUDA graphs of 1 to %d rows, the largest of %d first", shape.max_rows, len(self._sizes))
             self._replays: dict[int, Replay] = {}  # rows -> replay
             for size in reversed(self._sizes):
@@ -200,21 +199,21 @@ class GraphedRunner:
         )  # fmt: skip
 
     @torch.inference_mode()
-    def forward(self, step: StepTensors) -> torch.Tensor:
+    def forward(self, step: StepTensors) -> StepResult:
         if not self._is_graphed(step):
             return self._eager.forward(step)
         num_rows = len(step.token_ids_T)
         size = self._sizes[bisect_left(self._sizes, num_rows)]
         self._inputs.fill(step, size)
         self._replays[size]()
-        self.num_graphed_steps += 1
-        return self._logits_BV[:num_rows]
+        return StepResult(logits_NV=self._logits_BV[:num_rows], is_graphed=True)
 
     def _is_graphed(self, step: StepTensors) -> bool:
         arrays, shape = step.arrays, self._shape
         num_rows = len(arrays.lens_R)
         return (
-            num_rows <= shape.max_rows
+            arrays.hidden is None
+            and num_rows <= shape.max_rows
             and len(arrays.token_ids_T) == len(arrays.logit_rows_N) == num_rows
             and step.max_context_len <= shape.max_context_len
         )
@@ -223,14 +222,14 @@ class GraphedRunner:
         step, logits_BV = self._inputs.step(size), self._logits_BV[:size]
 
         def work() -> None:
-            logits_BV.copy_(self._eager.forward(step))
+            logits_BV.copy_(self._eager.forward(step).logits_NV)
 
         return work
 
     def _check(self, size: int) -> None:
         """With another token than the one recorded, so that a replay which takes no input is found too."""
         self._inputs.fill_alike(1, size)
-        expected_BV = self._eager.forward(self._inputs.step(size))
+        expected_BV = self._eager.forward(self._inputs.step(size)).logits_NV
         self._replays[size]()
         difference = float((self._logits_BV[:size] - expected_BV).abs().max() / expected_BV.std())
         if not difference <= TOLERANCE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -16,13 +17,24 @@ from replicas.attention.backend import LayerCall
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine_config import Quantization
 from replicas.model.packed_cache import PackedCache
+from replicas.model.runner import StepResult
 from replicas.native.memory import HugePageMemory
 from replicas.native.packing import GROUP, Element, PackedLinear, pack, padded
+from replicas.scheduling.step_arrays import HiddenRows
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 LAYOUT = KVLayout("hdt", "htd")
 ELEMENTS = {torch.float32: Element.FLOAT32, torch.bfloat16: Element.BFLOAT16}
 QUANTIZED: Mapping[Quantization, Element] = {"int8": Element.INT8, "int4": Element.INT4}
+
+
+class Segment(IntEnum):
+    """Parts of a step, numbered as `MantaSegment` in kernels.cpp."""
+
+    EMBED = 0
+    ATTENTION = 1
+    MLP = 2
+    LOGITS = 3
 
 
 class NativeMismatch(ValueError):
@@ -152,9 +164,10 @@ class NativeDecoder:
         self._max_narrow = max(x.num_k for layer in layers for x in (layer.out, layer.down))
         most_k = padded(max(self._max_narrow, config.hidden_size), GROUP)
         self._max_prepared = most_k + padded(most_k // GROUP) + padded(1)  # see PackedWeight::prepared_floats in packed_weight.h
+        self._final_norm_H = model.model.norm.weight.detach().float().contiguous()
         self._decoder = _Decoder(
             embedding=embedding.data_ptr(),
-            final_norm=self._floats(model.model.norm.weight),
+            final_norm=self._hold(self._final_norm_H),
             lm_head=self._lm_head,
             layers=layers,
             num_layers=len(layers),
@@ -171,8 +184,7 @@ class NativeDecoder:
         )
 
     @torch.inference_mode()
-    def forward(self, step: StepTensors) -> torch.Tensor:
-        """Writes the step's KV and returns the logits of `step.logit_rows`, float32 [N, V]."""
+    def forward(self, step: StepTensors) -> StepResult:
         num_tokens, num_rows = step.token_ids_T.shape[0], step.logit_rows.shape[0]
         hidden_size = self._decoder.hidden_size
         self._compute_angles(step.max_context_len)
@@ -201,8 +213,12 @@ class NativeDecoder:
             table_stride=step.block_tables_RM.stride(0),
             num_logit_rows=num_rows,
         )
-        self._run(args)
-        return buffers["logits"][:, : self._vocab_size]
+        hidden_LKW = None
+        if step.arrays.hidden is None:
+            self._run(args)
+        else:
+            hidden_LKW = self._run_for_hidden(args, step.arrays.hidden, buffers["hidden"], buffers["delta"])
+        return StepResult(logits_NV=buffers["logits"][:, : self._vocab_size], hidden_LKW=hidden_LKW)
 
     def _compute_angles(self, num_positions: int) -> None:
         """Cosines and sines of at least so many positions P; a table, as they are the same in every step."""
@@ -214,6 +230,45 @@ class NativeDecoder:
     def _run(self, step: _Step) -> None:
         """The whole step as one call, during which no Python lock is held."""
         self._library.manta_decoder_step(ctypes.byref(self._decoder), ctypes.byref(step))
+
+    def _run_by_segments(self, step: _Step, between: Callable[[int], None] = lambda layer: None) -> None:
+        """The same bits, segment by segment; `between` is called before each layer, and before the logits with the number of layers,
+        while the residual stream is `hidden + delta`."""
+        self._segment(step, Segment.EMBED)
+        self._complete_embedding(step)
+        for layer in range(self._decoder.num_layers):
+            between(layer)
+            for segment in (Segment.ATTENTION, Segment.MLP):
+                self._segment(step, segment, layer)
+                self._complete_delta(step)
+        between(self._decoder.num_layers)
+        self._segment(step, Segment.LOGITS)
+
+    def _run_for_hidden(self, step: _Step, wanted: HiddenRows, hidden_TH: torch.Tensor, delta_TW: torch.Tensor) -> torch.Tensor:
+        """A step by segments, with the hidden states [L, K, H] that are wanted."""
+        rows_K = torch.from_numpy(wanted.rows_K)
+        streams: dict[int, torch.Tensor] = {}  # layer -> what enters it
+
+        def between(layer: int) -> None:
+            if layer in wanted.layers:
+                entering_KH = hidden_TH[rows_K]
+                streams[layer] = entering_KH + delta_TW[rows_K, : entering_KH.shape[1]] if layer else entering_KH
+
+        self._run_by_segments(step, between)
+        if (last := self._decoder.num_layers) in streams:
+            stream_KH = streams[last]
+            scale_K1 = (stream_KH.square().mean(-1, keepdim=True) + self._decoder.norm_eps).rsqrt()
+            streams[last] = stream_KH * scale_K1 * self._final_norm_H
+        return torch.stack([streams[layer] for layer in wanted.layers])
+
+    def _complete_embedding(self, step: _Step) -> None:
+        """What is to do when a rank holds a part of the table: nothing here."""
+
+    def _complete_delta(self, step: _Step) -> None:
+        """Where ranks add up the deltas [T, H rounded up to 16] of a segment: nothing here."""
+
+    def _segment(self, step: _Step, segment: Segment, layer: int = 0) -> None:
+        self._library.manta_decoder_segment(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.c_int32(segment), ctypes.c_int64(layer))
 
     def _fill_layer(self, to: _Layer, name: str, layer: Any, call: LayerCall, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -253,12 +308,10 @@ class NativeDecoder:
 
 
 class SegmentedDecoder(NativeDecoder):
-    """The same step, segment by segment: readable, and with the seams where ranks add up their deltas.
+    """The same step, always segment by segment: readable, and with the seams where ranks add up their deltas.
 
     `all_reduce` gets the delta [T, H rounded up to 16] of each segment and adds those of the other ranks in place.
     """
-
-    EMBED, ATTENTION, MLP, LOGITS = range(4)
 
     def __init__(
         self,
@@ -271,22 +324,20 @@ class SegmentedDecoder(NativeDecoder):
     ) -> None:
         super().__init__(library, model, calls, kv, **settings)
         self._all_reduce = all_reduce
+        self._delta_TW = torch.empty(0)  # of the step that runs
 
     def _run(self, step: _Step) -> None:
-        delta_TH = _floats_at(step.delta, step.num_tokens, padded(self._decoder.hidden_size))
-        self._segment(step, self.EMBED)
-        self._complete_embedding(_floats_at(step.hidden, step.num_tokens, self._decoder.hidden_size))
-        for layer in range(self._decoder.num_layers):
-            for segment in (self.ATTENTION, self.MLP):
-                self._segment(step, segment, layer)
-                self._all_reduce(delta_TH)
-        self._segment(step, self.LOGITS)
+        self._run_by_segments(step)
 
-    def _complete_embedding(self, hidden_TH: torch.Tensor) -> None:
+    def _complete_embedding(self, step: _Step) -> None:
+        self._delta_TW = _floats_at(step.delta, step.num_tokens, padded(self._decoder.hidden_size))
+        self._add_up_embedding(_floats_at(step.hidden, step.num_tokens, self._decoder.hidden_size))
+
+    def _add_up_embedding(self, hidden_TH: torch.Tensor) -> None:
         """What is to do when a rank holds a part of the table: nothing here."""
 
-    def _segment(self, step: _Step, segment: int, layer: int = 0) -> None:
-        self._library.manta_decoder_segment(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.c_int32(segment), ctypes.c_int64(layer))
+    def _complete_delta(self, step: _Step) -> None:
+        self._all_reduce(self._delta_TW)
 
 
 def _why_not_layers(calls: Mapping[int, LayerCall]) -> str | None:

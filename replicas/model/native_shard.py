@@ -14,6 +14,7 @@ from kvcache.tensors import KVTensors
 from replicas.attention.backend import LayerCall
 from replicas.attention.step_tensors import StepTensors
 from replicas.model.native_decoder import SegmentedDecoder
+from replicas.model.runner import StepResult
 from replicas.sharding.collectives import RankGroup
 from replicas.sharding.sharded_model import localize
 
@@ -35,12 +36,12 @@ class ShardedDecoder(SegmentedDecoder):
         self._group, self._tokens = group, tokens
         self._is_here_T = torch.empty(0, dtype=torch.bool)  # of the step that runs
 
-    def forward(self, step: StepTensors) -> torch.Tensor:
+    def forward(self, step: StepTensors) -> StepResult:
         local_ids_T, self._is_here_T = localize(step.token_ids_T, self._tokens)
-        part_NV = super().forward(replace(step, token_ids_T=local_ids_T))
-        whole_NV = self._group.gather_last(part_NV)
-        return part_NV if whole_NV is None else whole_NV
+        result = super().forward(replace(step, token_ids_T=local_ids_T))
+        whole_NV = self._group.gather_last(result.logits_NV)
+        return result if whole_NV is None else replace(result, logits_NV=whole_NV)
 
-    def _complete_embedding(self, hidden_TH: torch.Tensor) -> None:
+    def _add_up_embedding(self, hidden_TH: torch.Tensor) -> None:
         hidden_TH *= self._is_here_T[:, None]
         self._all_reduce(hidden_TH)

@@ -1,8 +1,10 @@
-"""Runs a packed step through a model. Letters of shapes: T tokens, H query heads, K kv heads, D dim, N logit rows, V vocabulary."""
+"""Runs a packed step through a model. Letters of shapes: T tokens, N logit rows, V vocabulary; L layers, K rows and W width of hidden
+states; in attention H query heads, K kv heads, D dim."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +21,23 @@ from replicas.attention.step_tensors import StepTensors
 from replicas.model_support import UnsupportedModel
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step computed besides KV. The next step may write over the logits."""
+
+    logits_NV: Tensor
+    """float32, of `step.logit_rows`."""
+    hidden_LKW: Tensor | None = None
+    """float32, of the step's `hidden` layers and rows; None when it asks for none."""
+    is_graphed: bool = False
+    """Whether a recorded CUDA graph was replayed."""
+
+
 class ModelRunner(Protocol):
     """What the engine needs of a model. Faster runners for common families stand behind the same contract."""
 
-    def forward(self, step: StepTensors) -> Tensor:
-        """Writes the step's KV and returns the logits of `step.logit_rows`, float32 [N, V]. The step is on the host; the next
-        forward may write over the logits."""
+    def forward(self, step: StepTensors) -> StepResult:
+        """Writes the step's KV and returns the rest. The step is on the host."""
         ...
 
 
@@ -60,10 +73,17 @@ class TransformersRunner:
         self._model, self._backend, self._kv = model, backend, kv
 
     @torch.inference_mode()
-    def forward(self, step: StepTensors) -> Tensor:
+    def forward(self, step: StepTensors) -> StepResult:
         step = step.to(self._kv.device)
         visitor = _PagedStep(self._backend, self._kv, step)
-        return _logits(self._model, step.token_ids_T, step.positions_T, step.logit_rows, paged=visitor)
+        wanted = step.arrays.hidden
+        asked = {} if wanted is None else {"output_hidden_states": True}
+        output = _run(self._model, step.token_ids_T, step.positions_T, step.logit_rows, paged=visitor, **asked)
+        hidden_LKW = None
+        if wanted is not None:
+            rows_K = torch.from_numpy(wanted.rows_K).to(self._kv.device)
+            hidden_LKW = torch.stack([output.hidden_states[layer][0, rows_K] for layer in wanted.layers]).float()
+        return StepResult(logits_NV=output.logits[0].float(), hidden_LKW=hidden_LKW)
 
 
 @torch.inference_mode()
@@ -107,6 +127,9 @@ def transformers_logits(model: PreTrainedModel, token_ids_T: Tensor) -> Tensor:
 
 
 def _logits(model: PreTrainedModel, token_ids_T: Tensor, positions_T: Tensor, rows_N: Tensor, **kwargs: Any) -> Tensor:
-    output = model(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False, logits_to_keep=rows_N, **kwargs)
-    logits: Tensor = output.logits[0]
+    logits: Tensor = _run(model, token_ids_T, positions_T, rows_N, **kwargs).logits[0]
     return logits.float()
+
+
+def _run(model: PreTrainedModel, token_ids_T: Tensor, positions_T: Tensor, rows_N: Tensor, **kwargs: Any) -> Any:
+    return model(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False, logits_to_keep=rows_N, **kwargs)

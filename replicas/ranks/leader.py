@@ -15,7 +15,7 @@ import torch.distributed as dist
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine_config import EngineConfig
 from replicas.model.loader import ModelChoice
-from replicas.model.runner import ModelRunner
+from replicas.model.runner import ModelRunner, StepResult
 from replicas.ranks.launcher import RankLauncher
 from replicas.ranks.rank_transfers import RankTransfers
 from replicas.ranks.ranks import Ranks, RankStartError
@@ -108,7 +108,7 @@ class _LeadingRunner:
     def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
         self._runner, self._ranks = runner, ranks
 
-    def forward(self, step: StepTensors) -> torch.Tensor:
+    def forward(self, step: StepTensors) -> StepResult:
         """As every runner. Raises RankLost: what breaks in one rank's step leaves all ranks out of step."""
         self._ranks.send_step(encode_step(step.arrays))
         try:

@@ -186,10 +186,11 @@ def _apply_penalties(work_RV: Tensor, states: Sequence[SamplingState]) -> None:
 
 def _apply_bias(work_RV: Tensor, states: Sequence[SamplingState]) -> None:
     for row, state in enumerate(states):
-        if len(state.bias_ids):
-            known = (state.bias_ids >= 0) & (state.bias_ids < work_RV.shape[1])
-            ids = torch.from_numpy(state.bias_ids[known]).to(work_RV.device)
-            work_RV[row, ids] += torch.from_numpy(state.bias_values[known]).to(work_RV.device, torch.float32)
+        if state.params.logit_bias:
+            bias_ids, bias_values = state.bias()
+            known = (bias_ids >= 0) & (bias_ids < work_RV.shape[1])
+            ids = torch.from_numpy(bias_ids[known]).to(work_RV.device)
+            work_RV[row, ids] += torch.from_numpy(bias_values[known]).to(work_RV.device, torch.float32)
 
 
 def _apply_suppression(work_RV: Tensor, states: Sequence[SamplingState]) -> None:

@@ -1,4 +1,4 @@
-"""What the sampler needs to know of one running request. Free of torch."""
+"""What the draw of one request's next token depends on. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from replicas.request import TokenLogprob
-from replicas.sampling_params import SamplingParams
+from replicas.request import GenerationRequest
 
 _MAX_BIAS = 1e30
 """Far above any logit, and finite in float32 also when added to one."""
@@ -28,51 +27,44 @@ class LogitsMask(Protocol):
 
 
 class SamplingState:
-    """Output of one request as sampling sees it: position, token counts for penalties, grammar state.
+    """Token counts for penalties and grammar state of one request, and the settings that its draws obey.
 
-    Owned by the engine, read by the sampler. Everything derives from the constructor's arguments, so a request that is
-    resent with `output_ids` goes on as if never interrupted.
+    Hangs on a request: reads the request's own list of tokens, and is told when that grows (`follow`) or shrinks (`go_back`). All of
+    it derives from the request, so that one which is resent with `output_ids` continues as if never interrupted.
     """
 
+    __slots__ = (
+        "_bias", "_counts", "_is_plain_greedy", "_num_prompt_tokens", "_suppressed_early", "_token_ids", "choice", "mask", "params", "seed",
+    )  # fmt: skip
+
     def __init__(
-        self,
-        params: SamplingParams,
-        seed: int,
-        choice: int,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int] = (),
-        eos_token_ids: frozenset[int] = frozenset(),
-        mask: LogitsMask | None = None,
+        self, request: GenerationRequest, token_ids: list[int], eos_token_ids: frozenset[int] = frozenset(), mask: LogitsMask | None = None
     ) -> None:
+        """`token_ids`, prompt and output, belongs to the caller. `mask` has not seen any token yet."""
+        params = request.params
         self.params = params
-        self.seed = seed
-        self.choice = choice
+        self.seed = request.seed
+        self.choice = request.choice
         self.mask = mask
-        self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        """Tokens that end the request."""
-        self.prompt_logprobs: list[TokenLogprob] | None = None if params.prompt_logprobs is None or output_ids else []
-        """What is known of the prompt so far; None when it was not asked for, or is reported."""
-        self.bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64, count=len(params.logit_bias))
-        self.bias_values = np.fromiter(params.logit_bias.values(), dtype=np.float64, count=len(params.logit_bias))
-        self.bias_values = self.bias_values.clip(-_MAX_BIAS, _MAX_BIAS)
-        self._prompt_ids = prompt_ids
-        self._output_ids = list(output_ids)
-        self._suppressed_early = tuple(sorted(eos_token_ids | frozenset(params.stop_token_ids)))
-        self._counts: _TokenCounts | None = None  # built on first use: most requests have no penalties
+        self._token_ids = token_ids
+        self._num_prompt_tokens = len(request.prompt_ids)
+        self._suppressed_early = tuple(sorted(eos_token_ids | frozenset(params.stop_token_ids))) if params.min_tokens else ()
+        self._bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None  # built on first use, as the counts are
+        self._counts: _TokenCounts | None = None
         self._is_plain_greedy = params.is_greedy and not params.has_penalties and not params.logit_bias and params.logprobs is None
         if mask is not None:
-            for token_id in output_ids:
+            for token_id in request.output_ids:
                 mask.advance(token_id)
 
     @property
     def position(self) -> int:
         """Number of output tokens so far; the next token is drawn with the uniform number of this position."""
-        return len(self._output_ids)
+        return len(self._token_ids) - self._num_prompt_tokens
 
     @property
     def suppressed_ids(self) -> tuple[int, ...]:
         """Tokens with probability zero now: EOS (also under `ignore_eos`) and stop tokens before `min_tokens`."""
-        return self._suppressed_early if self.position < self.params.min_tokens else ()
+        return self._suppressed_early if self._suppressed_early and self.position < self.params.min_tokens else ()
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -84,29 +76,34 @@ class SamplingState:
         """Whether penalties, bias, suppression or a mask change the model's logits before the next token is drawn."""
         return self.params.has_penalties or bool(self.params.logit_bias) or self.mask is not None or bool(self.suppressed_ids)
 
-    def append(self, token_id: int) -> None:
-        """The request now ends with `token_id`."""
-        self._output_ids.append(token_id)
+    def follow(self, token_id: int) -> None:
+        """The request's tokens now end with `token_id`."""
         if self._counts is not None:
             self._counts.add(token_id)
         if self.mask is not None:
             self.mask.advance(token_id)
 
-    def rollback(self, num_tokens: int) -> None:
-        """Forgets the last `num_tokens` output tokens (rejected drafts)."""
-        if not 0 <= num_tokens <= self.position:
-            raise ValueError(f"num_tokens must be in [0, {self.position}], got {num_tokens}")
-        for _ in range(num_tokens):
-            token_id = self._output_ids.pop()
-            if self._counts is not None:
+    def go_back(self, gone_ids: Sequence[int]) -> None:
+        """The request's tokens no longer end with `gone_ids` (given in their order)."""
+        if self._counts is not None:
+            for token_id in reversed(gone_ids):
                 self._counts.remove(token_id)
-        if self.mask is not None and num_tokens:
-            self.mask.rollback(num_tokens)
+        if self.mask is not None:
+            self.mask.rollback(len(gone_ids))
+
+    def bias(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Ids of `logit_bias`, and what is added to each one's logit."""
+        if self._bias is None:
+            biases = self.params.logit_bias
+            values = np.fromiter(biases.values(), dtype=np.float64, count=len(biases)).clip(-_MAX_BIAS, _MAX_BIAS)
+            self._bias = np.fromiter(biases.keys(), dtype=np.int64, count=len(biases)), values
+        return self._bias
 
     def token_counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Distinct tokens of prompt and output, and how often the output holds each. Views: read before the next append."""
+        """Distinct tokens of prompt and output, and how often the output holds each. Views: read before the request grows."""
         if self._counts is None:
-            self._counts = _TokenCounts(self._prompt_ids, self._output_ids)
+            num_prompt = self._num_prompt_tokens
+            self._counts = _TokenCounts(self._token_ids[:num_prompt], self._token_ids[num_prompt:])
         return self._counts.arrays()
 
 

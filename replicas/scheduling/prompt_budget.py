@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replicas.scheduling.request_state import RequestState
+from replicas.scheduling.step_plan import ScheduledChunk
 
 
 class PromptBudget:
@@ -20,17 +21,18 @@ class PromptBudget:
         num_tokens: int,
         num_mixed_tokens: int | None,
         block_size: int,
-        decoding: Sequence[RequestState],
+        streaming: Sequence[ScheduledChunk],
         prompts: Sequence[RequestState],
     ) -> None:
-        """`num_tokens` are left of the step; `num_mixed_tokens` is the budget of a mixed one, its decodes included. `prompts` are those
-        that run already."""
+        """`num_tokens` are left of the step; `num_mixed_tokens` is the budget of a mixed one, its decodes included. `streaming` are the
+        decodes planned already that have a gap to keep, `prompts` the requests that run already."""
         self._num_left = num_tokens
         self._num_left_held_back = num_tokens
         self._decode_priority: int | None = None
-        if decoding and num_mixed_tokens is not None:
-            self._num_left_held_back = max(num_mixed_tokens - len(decoding), block_size)
-            self._decode_priority = min(state.request.priority for state in decoding)
+        if streaming and num_mixed_tokens is not None:
+            num_decode_tokens = sum(chunk.num_tokens for chunk in streaming)
+            self._num_left_held_back = max(num_mixed_tokens - num_decode_tokens, block_size)
+            self._decode_priority = min(chunk.state.request.priority for chunk in streaming)
         self._oldest = min(prompts, key=lambda state: state.arrival_number, default=None)
         self._num_for_oldest = min(block_size, self._num_left // 4, self._num_left_held_back // 4)
 

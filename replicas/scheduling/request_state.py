@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from kvcache.prefix_cache import BlockKeyChain
-from replicas.request import GenerationRequest
+from replicas.request import GenerationRequest, TokenLogprob
+from replicas.sampling.sampling_state import LogitsMask, SamplingState
 
 
 class RequestStatus(Enum):
@@ -15,16 +17,18 @@ class RequestStatus(Enum):
 
 
 class RequestState:
-    """Owns the tokens and the block table of one accepted request; changed by the Scheduler alone.
+    """Owns the tokens, their position and the block table of one accepted request; changed by the Scheduler alone, but for tokens that
+    a verification of drafts tries and takes back.
 
     Always: `num_computed_tokens <= len(token_ids)`; KV for the first `num_computed_tokens` tokens is in `block_ids`, and
-    a waiting request holds no block. There are no phases: a request is done catching up when only its newest token is
-    not computed yet.
+    a waiting request holds no block. There are no phases: a request has caught up when only tokens that no step has computed before
+    are left, its newest one as a rule.
     """
 
     __slots__ = (
-        "arrival_number", "awaits_load", "block_ids", "chain", "is_loading", "key", "max_num_tokens", "num_cached_tokens",
-        "num_computed_tokens", "num_preemptions", "num_scored", "num_to_score", "request", "status", "stop_token_ids", "token_ids",
+        "arrival_number", "awaits_load", "block_ids", "chain", "decodes_from", "draft_ids", "is_loading", "key", "max_num_tokens",
+        "num_cached_tokens", "num_computed_tokens", "num_preemptions", "num_scored", "num_to_score", "prompt_logprobs", "request",
+        "sampling", "status", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -33,25 +37,32 @@ class RequestState:
         *,
         arrival_number: int,
         chain: BlockKeyChain,
-        stop_token_ids: frozenset[int],
         max_num_tokens: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        mask: LogitsMask | None = None,
     ) -> None:
         self.request = request
         self.key = request.key
         self.arrival_number = arrival_number
         self.chain = chain
-        self.stop_token_ids = stop_token_ids
+        stops = frozenset(request.params.stop_token_ids)
+        self.stop_token_ids = stops if request.params.ignore_eos else stops | eos_token_ids
         self.max_num_tokens = max_num_tokens  # prompt + output at which it ends by length
         self.token_ids = [*request.prompt_ids, *request.output_ids]
+        self.draft_ids: Sequence[int] = ()  # for the next step, if it computes every token that is known
+        self.sampling = SamplingState(request, self.token_ids, eos_token_ids, mask)
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_to_score = len(request.prompt_ids) - 1 if request.wants_prompt_logprobs else 0  # leading positions, for prompt_logprobs
         self.num_scored = 0  # of these, the ones whose logits were taken; a preemption does not undo it
+        self.prompt_logprobs: list[TokenLogprob] | None = [] if request.wants_prompt_logprobs else None  # until they are reported
         self.status = RequestStatus.WAITING
         self.awaits_load = False  # waits for blocks into which another replica's KV shall go
         self.is_loading = False  # runs, but its KV is on the way: nothing to compute until then
+        self.decodes_from = 0  # number of computed tokens from which it decodes
+        self.begin_catching_up()
 
     @property
     def num_output_tokens(self) -> int:
@@ -63,10 +74,28 @@ class RequestState:
 
     @property
     def is_decoding(self) -> bool:
-        num_computed = self.num_computed_tokens
-        return num_computed > 0 and len(self.token_ids) - num_computed == 1 and not self.is_loading
+        """Whether it has caught up, however many new tokens (drawn or forced) wait to be computed."""
+        return self.num_computed_tokens >= self.decodes_from and not self.is_loading
 
     @property
     def urgency(self) -> tuple[int, int]:
         """Smaller goes first. A total order that never changes, so that no two requests preempt each other in turns."""
         return (self.request.priority, self.arrival_number)
+
+    def begin_catching_up(self) -> None:
+        """Its blocks are new, or lost: all but the newest token known now must be computed, or found, before it decodes."""
+        self.decodes_from = max(1, len(self.token_ids) - 1)
+
+    def append(self, token_id: int) -> None:
+        """The request now ends with `token_id`; token counts and grammar follow."""
+        self.token_ids.append(token_id)
+        self.sampling.follow(token_id)
+
+    def go_back(self, num_tokens: int) -> None:
+        """Forgets the newest output tokens; token counts and grammar go back as well. Raises ValueError for more than there are."""
+        if not 0 <= num_tokens <= self.num_output_tokens:
+            raise ValueError(f"num_tokens must be in [0, {self.num_output_tokens}], got {num_tokens}")
+        if num_tokens:
+            gone = self.token_ids[-num_tokens:]
+            del self.token_ids[-num_tokens:]
+            self.sampling.go_back(gone)

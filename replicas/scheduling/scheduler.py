@@ -7,18 +7,16 @@ Sarathi-Serve (OSDI'24): every request only has tokens that are not computed yet
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcache.block_pool import BlockPool
-from kvcache.prefix_cache import PrefixCache
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected
+from replicas.sampling.sampling_state import LogitsMask
+from replicas.scheduling.block_tables import BlockTables
 from replicas.scheduling.prompt_budget import PromptBudget
 from replicas.scheduling.request_state import RequestState, RequestStatus
-from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
-
-_NOTHING_SCORED = range(0)
+from replicas.scheduling.step_plan import NO_POSITIONS, ScheduledChunk, StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +54,13 @@ class Scheduler:
             )
         self.config = config
         self.pool = pool
-        self._prefix_cache = PrefixCache(pool, enabled=config.enable_prefix_caching, weights_version=config.weights_version)
+        self._tables = BlockTables(pool, enable_prefix_caching=config.enable_prefix_caching, weights_version=config.weights_version)
         self._states: dict[RequestKey, RequestState] = {}
         self._waiting: list[RequestState] = []  # by urgency
         self._running: list[RequestState] = []  # by urgency
         self._ended: list[RequestProgress] = []  # endings not reported yet
         self._new_loads: list[RequestState] = []  # not taken yet
         self._num_arrivals = 0
-        self._watermark_blocks = pool.num_blocks // 100
 
     @property
     def running(self) -> Sequence[RequestState]:
@@ -77,8 +74,9 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._states or self._ended)
 
-    def add(self, request: GenerationRequest) -> RequestState:
-        """Accepts a request. Raises RequestRejected when it can never run here; a full cache is no reason."""
+    def add(self, request: GenerationRequest, mask: LogitsMask | None = None) -> RequestState:
+        """Accepts a request; `mask` is its grammar, if any. Raises RequestRejected when it can never run here; a full cache is no
+        reason."""
         num_prompt = len(request.prompt_ids)
         if num_prompt == 0:
             raise RequestRejected("the prompt is empty")
@@ -96,13 +94,13 @@ class Scheduler:
             max_num_tokens = min(max_num_tokens, num_prompt + params.max_tokens)
         if num_prompt + len(request.output_ids) >= max_num_tokens and (request.output_ids or params.max_tokens != 0):
             raise RequestRejected(f"output_ids already holds {len(request.output_ids)} tokens: nothing is left to generate")
-        stops = frozenset(params.stop_token_ids)
         state = RequestState(
             request,
             arrival_number=self._num_arrivals,
-            chain=self._prefix_cache.chain(request.cache_salt, request.adapter_id),
-            stop_token_ids=stops if params.ignore_eos else stops | self.config.eos_token_ids,
+            chain=self._tables.chain(request),
             max_num_tokens=max_num_tokens,
+            eos_token_ids=self.config.eos_token_ids,
+            mask=mask,
         )
         self._num_arrivals += 1
         self._states[request.key] = state
@@ -134,13 +132,17 @@ class Scheduler:
         state.is_loading = False
         if num_tokens == 0:
             return None
-        size = self.pool.block_size
         new_ids = output_ids[len(state.token_ids) - num_tokens :]
         num_computed = num_tokens if new_ids else min(num_tokens, len(state.token_ids) - 1)
-        first = state.num_computed_tokens // size
-        self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, first, num_computed // size)
+        self._tables.publish(state, state.num_computed_tokens, num_computed)
         state.num_computed_tokens = max(num_computed, state.num_computed_tokens)
         return self._append(state, new_ids) if new_ids else None
+
+    def propose(self, key: RequestKey, draft_ids: Sequence[int]) -> None:
+        """Drafts for the next step, to be verified there as far as budget, blocks and the request's length allow; a request that ended,
+        or that the step does not bring to its last token, forgets them."""
+        if (state := self._states.get(key)) is not None:
+            state.draft_ids = draft_ids
 
     def cancel(self, key: RequestKey) -> bool:
         """Ends a request between two steps, its blocks free at once; False when it already ended."""
@@ -157,15 +159,16 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         chunks: list[ScheduledChunk] = []
         published: list[int] = []
-        # A victim is always less urgent than the request that needs its blocks, and so not in this plan yet.
         decoding = [state for state in self._running if state.is_decoding]
         catching_up = [state for state in self._running if not state.is_decoding]
-        for state in decoding:
-            if state.status is RequestStatus.RUNNING and budget > 0:
+        for state in decoding:  # a victim is always less urgent than the request that needs its blocks, and comes after it
+            if state.status is RequestStatus.RUNNING:
                 num_preemptions += self._grow(state)
-                if state.status is RequestStatus.RUNNING:
-                    budget -= self._schedule_chunk(state, budget, chunks, published)
-        streaming = [chunk.state for chunk in chunks if chunk.state.num_output_tokens]  # a prompt's last token has no gap to keep
+        decoding = [state for state in decoding if state.status is RequestStatus.RUNNING]
+        num_for_prompts = self.pool.block_size if catching_up or self._waiting else 0  # drafts leave them that
+        for num_after, state in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):  # each of those gets a token at least
+            budget -= self._schedule_chunk(state, budget - num_after, chunks, published, num_kept=num_for_prompts)
+        streaming = [chunk for chunk in chunks if chunk.state.num_output_tokens]  # a prompt's last token has no gap to keep
         catching_up = [state for state in catching_up if state.status is RequestStatus.RUNNING and not state.is_loading]
         prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, streaming, catching_up)
         for state in catching_up:
@@ -181,7 +184,8 @@ class Scheduler:
         return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions)
 
     def update(self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None) -> list[RequestProgress]:
-        """Takes the result of a step: `token_ids[i]` are the new tokens of the i-th chunk that samples.
+        """Takes the result of a step: `token_ids[i]` are the new tokens of the i-th chunk that samples, one or more. As far as they are
+        the chunk's drafts, these are accepted and their KV counts; that of other drafts is given up by counting.
 
         `errors` maps such an index to the reason why its request fails. Returns the progress of every request that got
         tokens or ended, cancelled ones included.
@@ -200,7 +204,7 @@ class Scheduler:
                 self._end(state)
                 progress.append(self._progress(state, finish_reason=FinishReason.FAILED, error=errors[index]))
             else:
-                progress.append(self._append(state, new_ids))
+                progress.append(self._append(state, new_ids, chunk.draft_ids))
         return progress
 
     def fail_step(self, plan: StepPlan, error: str) -> list[RequestProgress]:
@@ -219,13 +223,8 @@ class Scheduler:
 
     def check(self, other_tables: Sequence[Sequence[int]] = ()) -> None:
         """Raises AssertionError when an invariant does not hold. `other_tables` are held beside the requests (transfers)."""
-        self.pool.check()
-        self.pool.check_holders([*(state.block_ids for state in self._states.values()), *other_tables])
-        size = self.pool.block_size
-        for state in self._running:
-            assert state.status is RequestStatus.RUNNING
-            assert len(state.block_ids) * size >= state.num_computed_tokens, "a running request lacks blocks"
-            assert len(state.block_ids) * size - len(state.token_ids) < size, "more than one block's slots are unused"
+        self._tables.check(list(self._states.values()), other_tables)
+        assert all(state.status is RequestStatus.RUNNING for state in self._running), "a running request has another status"
         for state in self._waiting:
             assert state.status is RequestStatus.WAITING, "a waiting request has another status"
             assert not state.block_ids, "a waiting request holds blocks"
@@ -241,38 +240,19 @@ class Scheduler:
             head = self._waiting[0]
             if head.request.priority >= self._running[-1].request.priority or self._try_admit(head):
                 break
-            if not self._could_admit_by_preempting(head):
+            victims = [state for state in self._running if state.request.priority > head.request.priority]
+            if not self._tables.could_fill_without(victims, head, has_others=len(victims) < len(self._running)):
                 break
             while not self._try_admit(head):
                 self._preempt(self._running[-1])
                 num_preemptions += 1
         return num_preemptions
 
-    def _could_admit_by_preempting(self, head: RequestState) -> bool:
-        victims = [s for s in self._running if s.request.priority > head.request.priority]
-        held = Counter(block_id for state in victims for block_id in state.block_ids)
-        num_theirs = sum(self.pool.ref_count(block_id) == count for block_id, count in held.items())
-        headroom = self._watermark_blocks if len(victims) < len(self._running) else 0
-        return self.pool.num_free + num_theirs >= self._num_blocks_for(len(head.token_ids)) + headroom
-
     def _try_admit(self, state: RequestState) -> bool:
         """Moves the most urgent waiting request to running with blocks for all its tokens, cached ones shared."""
-        if len(self._running) >= self.config.max_num_seqs:
+        if len(self._running) >= self.config.max_num_seqs or not self._tables.try_fill(state, has_others=bool(self._running)):
             return False
-        cached = self._prefix_cache.match(state.chain, state.token_ids)
-        if state.num_scored < state.num_to_score:  # what is not computed has no logits
-            cached = cached[: state.num_scored // self.pool.block_size]
-        num_new = self._num_blocks_for(len(state.token_ids)) - len(cached)
-        # Counted before anything is touched: a try that fails must not look like a use of the cached blocks.
-        num_taken = num_new + sum(self.pool.ref_count(block_id) == 0 for block_id in cached)
-        if self.pool.num_free < num_taken + (self._watermark_blocks if self._running else 0):
-            return False
-        for block_id in cached:
-            self.pool.retain(block_id)
-        new = self.pool.try_allocate(num_new)
-        assert new is not None, "the blocks were counted as free"
-        state.block_ids = cached + new
-        state.num_computed_tokens = len(cached) * self.pool.block_size
+        state.begin_catching_up()
         if state.num_preemptions == 0:
             state.num_cached_tokens = min(state.num_computed_tokens, len(state.request.prompt_ids))
         del self._waiting[self._index(self._waiting, state)]
@@ -284,15 +264,13 @@ class Scheduler:
         return True
 
     def _grow(self, state: RequestState) -> int:
-        """Gives a decoding request the block for its newest token, preempting from the least urgent end.
+        """Gives a decoding request the blocks for its newest tokens, preempting from the least urgent end.
 
         It preempts itself when nobody less urgent is left. Returns how many were preempted.
         """
         num_preemptions = 0
-        while len(state.block_ids) < self._num_blocks_for(len(state.token_ids)):
-            new = self.pool.try_allocate(1)
-            if new is not None:
-                state.block_ids += new
+        while self._tables.lacks_blocks(state):
+            if self._tables.try_grow(state):
                 continue
             victim = self._running[-1]
             self._preempt(victim)
@@ -301,54 +279,72 @@ class Scheduler:
                 break
         return num_preemptions
 
-    def _schedule_chunk(self, state: RequestState, budget: int, chunks: list[ScheduledChunk], published: list[int]) -> int:
-        """Plans up to `budget` tokens of a running request, and publishes the blocks that they fill. Returns how many.
+    def _schedule_chunk(
+        self, state: RequestState, budget: int, chunks: list[ScheduledChunk], published: list[int], *, num_kept: int = 0
+    ) -> int:
+        """Plans up to `budget` tokens of a running request, and publishes the blocks that known ones fill. Drafts may use no more of the
+        budget than leaves `num_kept`. Returns how many.
 
         Within a layer all keys and values are written before any attention reads them, so a request later in the same
         plan may already share these blocks.
         """
-        start = state.num_computed_tokens
-        num_tokens = min(state.num_uncomputed_tokens, budget)
-        scored = _NOTHING_SCORED
+        start, num_known = state.num_computed_tokens, len(state.token_ids)
+        num_tokens = min(num_known - start, budget)
+        first_logit = num_known - 1
         if state.num_scored < state.num_to_score:
             room = self.config.max_num_scored_tokens - sum(len(chunk.scored) for chunk in chunks)
             if room < state.num_to_score - state.num_scored:
                 num_tokens = min(num_tokens, state.num_scored + room - start)
             if num_tokens == 0:
                 return 0
-            scored = range(state.num_scored, max(state.num_scored, min(start + num_tokens, state.num_to_score)))
+            first_logit = state.num_scored
         end = start + num_tokens
-        size = self.pool.block_size
-        first, last = start // size, end // size
-        if first < last:
-            published += self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, first, last)
-        samples = end == len(state.token_ids)
-        is_prefill = not state.is_decoding
+        published += self._tables.publish(state, start, end)
+        drafts: tuple[int, ...] = ()
+        if state.draft_ids and end == num_known and state.is_decoding:
+            num_drafts = min(len(state.draft_ids), budget - num_tokens - num_kept, state.max_num_tokens - num_known - 1)
+            drafts = tuple(state.draft_ids[: self._tables.room_for_drafts(state, num_drafts)]) if num_drafts > 0 else ()
+        state.draft_ids = ()
+        end += len(drafts)
+        logits = range(first_logit, end) if end > first_logit else NO_POSITIONS
         chunks.append(
-            ScheduledChunk(state=state, start=start, num_tokens=num_tokens, samples=samples, is_prefill=is_prefill, scored=scored)
+            ScheduledChunk(
+                state=state, start=start, num_tokens=end - start, is_prefill=not state.is_decoding, logits=logits, draft_ids=drafts
+            )
         )
-        return num_tokens
+        return end - start
 
-    def _append(self, state: RequestState, new_ids: Sequence[int]) -> RequestProgress:
-        taken: list[int] = []
+    def _append(self, state: RequestState, new_ids: Sequence[int], draft_ids: Sequence[int] = ()) -> RequestProgress:
+        """Takes new tokens, up to what ends the request. `draft_ids` were computed in their place."""
+        num_known = len(state.token_ids)
         reason: FinishReason | None = None
         stop_token_id: int | None = None
-        if len(state.token_ids) >= state.max_num_tokens:  # nothing was asked for but the prompt's own log-probabilities
+        if num_known >= state.max_num_tokens:  # nothing was asked for but the prompt's own log-probabilities
             new_ids, reason = (), FinishReason.LENGTH
         for token_id in new_ids:
-            taken.append(token_id)
-            state.token_ids.append(token_id)
+            state.append(token_id)
             if token_id in state.stop_token_ids and state.num_output_tokens > state.request.params.min_tokens:
                 reason, stop_token_id = FinishReason.STOP, token_id
                 break
             if len(state.token_ids) >= state.max_num_tokens:
                 reason = FinishReason.LENGTH
                 break
+        if draft_ids:
+            self._keep_accepted(state, num_known, draft_ids)
+        taken = tuple(state.token_ids[num_known:])
         if reason is None and state.request.wants_handoff:
             reason = FinishReason.HANDOFF
         if reason is not None:
             self._end(state)
-        return self._progress(state, token_ids=tuple(taken), finish_reason=reason, stop_token_id=stop_token_id)
+        return self._progress(state, token_ids=taken, finish_reason=reason, stop_token_id=stop_token_id)
+
+    def _keep_accepted(self, state: RequestState, num_known: int, draft_ids: Sequence[int]) -> None:
+        """Drafts that are the tokens taken behind the first `num_known` are computed; what their blocks hold is findable only now."""
+        new_ids = state.token_ids[num_known:]
+        num_accepted = next((i for i, (new, draft) in enumerate(zip(new_ids, draft_ids, strict=False)) if new != draft), len(draft_ids))
+        state.num_computed_tokens = min(num_known + num_accepted, len(state.token_ids) - 1)
+        self._tables.publish(state, num_known, state.num_computed_tokens)
+        self._tables.trim(state)
 
     def _preempt(self, state: RequestState) -> None:
         """Takes all blocks of a running request; it is computed again later, from whatever stays cached."""
@@ -368,11 +364,8 @@ class Scheduler:
 
     def _release_blocks(self, state: RequestState) -> None:
         state.is_loading = False  # what is on the way arrives for nobody
-        self.pool.release(state.block_ids, state.request.priority)
-        state.block_ids = []
-
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.pool.block_size)
+        state.draft_ids = ()
+        self._tables.release(state)
 
     @staticmethod
     def _index(queue: list[RequestState], state: RequestState) -> int:

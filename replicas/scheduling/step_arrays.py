@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,15 @@ from replicas.scheduling.step_plan import StepPlan
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenRows:
+    """Hidden states that are wanted, see `step_plan.HiddenStates`."""
+
+    layers: tuple[int, ...]
+    rows_K: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    """Indices into T, ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +34,10 @@ class StepArrays:
     block_tables_RM: IntArray
     """Padded with 0."""
     logit_rows_N: IntArray
-    """Indices into T of the tokens whose logits are wanted, ascending: each chunk's scored ones, then its sampling one."""
+    """Indices into T of the tokens whose logits are wanted, ascending."""
     block_size: int
+    hidden: HiddenRows | None = None
+    """Not told to other ranks: rank 0 has hidden states whole."""
 
     @classmethod
     def of(cls, plan: StepPlan, block_size: int) -> StepArrays:
@@ -34,15 +46,19 @@ class StepArrays:
         token_ids: list[int] = []
         blocks: list[int] = []
         for chunk, num_blocks in zip(chunks, (-(-context_R // block_size)).tolist(), strict=True):
-            token_ids += chunk.state.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+            token_ids += chunk.state.token_ids[chunk.start : chunk.start + chunk.num_tokens - len(chunk.draft_ids)]
+            token_ids += chunk.draft_ids
             blocks += chunk.state.block_ids[:num_blocks]
         return cls.with_blocks(
             token_ids_T=np.array(token_ids, dtype=np.int32),
             lens_R=np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32),
             context_lens_R=context_R,
             blocks=np.array(blocks, dtype=np.int32),
-            logit_rows_N=_logit_rows(plan),
+            logit_rows_N=_rows(plan, [chunk.logits for chunk in plan.chunks]),
             block_size=block_size,
+            hidden=None
+            if plan.hidden is None
+            else HiddenRows(layers=plan.hidden.layers, rows_K=_rows(plan, plan.hidden.positions).astype(np.int64)),
         )
 
     @classmethod
@@ -55,6 +71,7 @@ class StepArrays:
         blocks: IntArray,
         logit_rows_N: IntArray,
         block_size: int,
+        hidden: HiddenRows | None = None,
     ) -> StepArrays:
         """`blocks` holds the block ids of all requests, one after the other."""
         is_block_RM = _is_block(context_lens_R, block_size)
@@ -67,6 +84,7 @@ class StepArrays:
             block_tables_RM=tables_RM,
             logit_rows_N=logit_rows_N,
             block_size=block_size,
+            hidden=hidden,
         )
 
     def block_ids(self) -> IntArray:
@@ -74,14 +92,13 @@ class StepArrays:
         return self.block_tables_RM[_is_block(self.context_lens_R, self.block_size)]
 
 
-def _logit_rows(plan: StepPlan) -> IntArray:
+def _rows(plan: StepPlan, positions: Sequence[range]) -> IntArray:
+    """Indices into T of a range of positions of each chunk."""
     rows: list[int] = []
     start = 0
-    for chunk in plan.chunks:
-        rows += range(chunk.scored.start - chunk.start + start, chunk.scored.stop - chunk.start + start)
+    for chunk, wanted in zip(plan.chunks, positions, strict=True):
+        rows += range(wanted.start - chunk.start + start, wanted.stop - chunk.start + start)
         start += chunk.num_tokens
-        if chunk.samples:
-            rows.append(start - 1)
     return np.array(rows, dtype=np.int32)
 
 

@@ -87,9 +87,9 @@ def median_ms(values: list[float]) -> float:
 
 
 def load_engine(model: Path, dtype: str) -> StepEngine:
-    from replicas.engine.engine import Engine
+    from replicas.engine.loader import load_engine
 
-    return Engine.load(EngineConfig(model=str(model), dtype=dtype, kv_cache_bytes=512 * 2**20))  # type: ignore[arg-type]
+    return load_engine(EngineConfig(model=str(model), dtype=dtype, kv_cache_bytes=512 * 2**20))  # type: ignore[arg-type]
 
 
 async def main() -> None:

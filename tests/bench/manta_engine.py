@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.llm import LLM
 from replicas.request import GenerationRequest
@@ -31,7 +32,7 @@ class StepRow:
 
 
 def load(model: str, *, dtype: str, quantization: str | None, device: str, num_threads: int, max_num_seqs: int) -> Engine:
-    return Engine.load(
+    return load_engine(
         EngineConfig(
             model=model,
             dtype=dtype,  # type: ignore[arg-type]

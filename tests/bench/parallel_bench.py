@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.ranks.step_message import encode_step
 from replicas.sampling_params import SamplingParams
@@ -51,11 +52,11 @@ class _Watch:
     def forward(self, step: StepTensors) -> object:
         before = self._counters()
         start_s = time.perf_counter()
-        logits_NV = self._runner.forward(step)
+        result = self._runner.forward(step)
         forward_s = time.perf_counter() - start_s
         after = self._counters()
         self.rows.append((forward_s, after[0] - before[0], after[1] - before[1], len(encode_step(step.arrays))))
-        return logits_NV
+        return result
 
     def _counters(self) -> tuple[float, float]:
         return (0.0, 0.0) if self._leader is None else (self._leader.group.seconds, self._leader.message_seconds)
@@ -115,7 +116,7 @@ def main() -> None:
             model=options.model, tensor_parallel_size=size, runner=options.runner, dtype=options.dtype, enable_prefix_caching=False,
             max_num_batched_tokens=512, max_model_len=1024, num_threads=max(1, len(os.sched_getaffinity(0)) // size),
         )  # fmt: skip
-        engine = Engine.load(config)
+        engine = load_engine(config)
         try:
             watch = _Watch(engine)
             runners[f"{engine.description.runner} {engine.description.kernels}".strip()] = None

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 
 from replicas.attention.step_tensors import StepTensors
-from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig, Quantization
 from replicas.scheduling.request_state import RequestState
 from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
@@ -56,7 +56,7 @@ def divergence(exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> 
 def logprobs(model: str | None, prompts: Sequence[Sequence[int]], quantization: Quantization | None) -> list[torch.Tensor]:
     """Of every position of each prompt, by the native runner, float32 [T, V]."""
     tokens = max(map(len, prompts))
-    engine = Engine.load(
+    engine = load_engine(
         EngineConfig(model=model, runner="native", quantization=quantization, max_model_len=tokens + 1, max_num_batched_tokens=tokens)
     )
     block_size = engine.description.block_size
@@ -64,10 +64,9 @@ def logprobs(model: str | None, prompts: Sequence[Sequence[int]], quantization: 
     for prompt in prompts:
         state: Any = object.__new__(RequestState)  # a step needs no more of it than tokens and blocks
         state.token_ids, state.block_ids = list(prompt), list(range(-(-len(prompt) // block_size)))
-        chunk = ScheduledChunk(state=state, start=0, num_tokens=len(prompt), samples=True, is_prefill=True)
+        chunk = ScheduledChunk(state=state, start=0, num_tokens=len(prompt), is_prefill=True, logits=range(len(prompt)))
         step = StepTensors.of(StepPlan(chunks=(chunk,)), block_size)
-        step = dataclasses.replace(step, logit_rows=torch.arange(len(prompt)))
-        found.append(engine._runner.forward(step).log_softmax(-1))
+        found.append(engine._runner.forward(step).logits_NV.log_softmax(-1))
     return found
 
 
@@ -77,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=5, help="of each of the four kinds")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
-    described = Engine.load(EngineConfig(model=options.model)).description
+    described = load_engine(EngineConfig(model=options.model)).description
     prompts = [ids[:MAX_TOKENS] for ids in mixed_prompts(Tokenizer.load(described.tokenizer_source), options.prompts)]
     exact = logprobs(options.model, prompts, None)
     print(f"{len(prompts)} prompts, {sum(map(len, prompts))} tokens; in nats, from {described.dtype}")

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.sampling_params import SamplingParams
 from tests.bench.manta_engine import sweep
@@ -124,7 +125,7 @@ def _check_model(checks: Checks, folder: Path, device: str) -> None:
 
 def _engine(folder: Path, device: str, **settings: object) -> Engine:
     config = {"kv_cache_bytes": KV_BYTES, "max_model_len": 512, "max_num_batched_tokens": 2048, "runner": "transformers", **settings}
-    return Engine.load(EngineConfig(model=str(folder), device=device, **config))  # type: ignore[arg-type]
+    return load_engine(EngineConfig(model=str(folder), device=device, **config))  # type: ignore[arg-type]
 
 
 def _backend_name(engine: Engine) -> str:

@@ -12,21 +12,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvcache.tensors import bytes_per_token
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.model import rank_model
 from replicas.model.cuda_graphs import GraphedRunner
-from replicas.model.runner import TransformersRunner
+from replicas.model.runner import StepResult, TransformersRunner
 from tests.bench.manta_engine import StepRow, sweep
 from tests.eager_capture import EagerCapture
 from tests.engine_harness import requests_for, run
@@ -112,7 +112,7 @@ class _Case:
     def _engine(self, *, has_graphs: bool) -> Engine:
         settings: dict[str, Any] = {"model": str(self._folder), "device": self._device, "dtype": "bfloat16", "runner": "transformers"}
         limits: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "max_num_batched_tokens": 2048}
-        engine = Engine.load(
+        engine = load_engine(
             EngineConfig(**settings, **limits, kv_cache_bytes=KV_BYTES, enable_prefix_caching=False, cuda_graphs=has_graphs)
         )
         if has_graphs:
@@ -135,15 +135,15 @@ class _Compared:
     num_different: int = 0
 
     @torch.inference_mode()
-    def forward(self, step: StepTensors) -> Tensor:
-        num_before = self.runner.num_graphed_steps
-        logits_NV = self.runner.forward(step).clone()
-        if self.runner.num_graphed_steps > num_before:
+    def forward(self, step: StepTensors) -> StepResult:
+        result = self.runner.forward(step)
+        logits_NV = result.logits_NV.clone()
+        if result.is_graphed:
             size = next(size for size in self.runner._sizes if size >= len(logits_NV))
-            again_NV = self.runner._eager.forward(self.runner._inputs.step(size))[: len(logits_NV)]
+            again_NV = self.runner._eager.forward(self.runner._inputs.step(size)).logits_NV[: len(logits_NV)]
             self.num_different += not torch.equal(logits_NV, again_NV)
             self.sizes.append(size)
-        return logits_NV
+        return replace(result, logits_NV=logits_NV)
 
 
 @torch.inference_mode()

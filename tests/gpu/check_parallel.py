@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig, ParallelConfig
 from replicas.sampling_params import SamplingParams
 from replicas.sharding.collectives import ProcessGroup
@@ -67,7 +68,7 @@ def _engine(folder: Path, device: str, size: int, backend: str, **settings: Any)
         model=str(folder), device=device, tensor_parallel_size=size, kv_cache_bytes=KV_BYTES, max_model_len=512, runner="transformers",
         max_num_batched_tokens=2048, parallel=ParallelConfig(backend=backend), **settings,
     )  # fmt: skip
-    return Engine.load(config)
+    return load_engine(config)
 
 
 def _equal(folder: Path, device: str, size: int, backend: str) -> str:

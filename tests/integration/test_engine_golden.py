@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvcache.block_pool import BlockPool
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.sampling_params import SamplingParams
 from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -61,7 +62,7 @@ def expected(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]
 
 
 def _load(folder: Path, **settings: Any) -> Engine:
-    return Engine.load(EngineConfig(model=str(folder), max_model_len=1024, kv_cache_bytes=1 << 30, max_num_batched_tokens=256, **settings))
+    return load_engine(EngineConfig(model=str(folder), max_model_len=1024, kv_cache_bytes=1 << 30, max_num_batched_tokens=256, **settings))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from replicas.engine.engine import Engine
+from replicas.handoff.handoffs import Handoffs
 from replicas.request import FinishReason, GenerationRequest, RequestProgress
 from replicas.sampling_params import SamplingParams
 from tests import handoff_peer
@@ -116,7 +117,7 @@ def test_killed_prefill_process_leaves_decode_to_recompute(
         assert (tokens, reason) == (expected[number], FinishReason.LENGTH)
         assert held_s < LEASE_S + DEADLINE_S
         _assert_all_free(survivor)
-    assert survivor.handoffs is not None
+    assert isinstance(survivor.handoffs, Handoffs)
     assert survivor.handoffs.counters.num_recomputed >= NUM_ROUNDS // 2, "most kills were meant to hit a transfer"
 
 
@@ -124,7 +125,7 @@ def test_killed_prefill_process_leaves_decode_to_recompute(
 def test_killed_decode_process_costs_prefill_its_blocks_for_one_lease(
     folder: Path, survivor: Engine, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    assert survivor.handoffs is not None
+    assert isinstance(survivor.handoffs, Handoffs)
     ownership = survivor.handoffs.ownership
     for number in range(NUM_ROUNDS):
         with _peer(folder, "decode") as (process, pipe):
@@ -158,7 +159,7 @@ def test_stopped_prefill_process_is_given_up_at_the_deadline_and_fenced_when_it_
         pipe.send(replace(request, wants_handoff=True))
         survivor.add_request(replace(request, handoff=_receive_offer(pipe).handoff))
         assert _run_to_end(survivor)[0] == expected[1]
-    assert survivor.handoffs is not None
+    assert isinstance(survivor.handoffs, Handoffs)
     assert survivor.handoffs.counters.num_loaded == 1
 
 
@@ -178,5 +179,5 @@ def test_restarted_prefill_process_does_not_answer_for_its_older_self(
         stale: GenerationRequest = replace(request, handoff=replace(old, shares=new.shares))
         survivor.add_request(stale)
         assert _run_to_end(survivor)[0] == expected[0]
-    assert survivor.handoffs is not None
+    assert isinstance(survivor.handoffs, Handoffs)
     assert (survivor.handoffs.counters.num_loaded, survivor.handoffs.counters.num_recomputed) == (0, 1)

@@ -20,7 +20,9 @@ import torch
 
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig, ParallelConfig
+from replicas.model.runner import StepResult
 from replicas.ranks.ranks import RankLost
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer
@@ -45,7 +47,7 @@ def _load(folder: Path, size: int, **settings: Any) -> Engine:
     defaults: dict[str, Any] = {
         "dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 256, "kv_cache_bytes": 256 << 20, "max_model_len": 1024,
     }  # fmt: skip
-    return Engine.load(EngineConfig(model=str(folder), tensor_parallel_size=size, **{**defaults, **settings}))
+    return load_engine(EngineConfig(model=str(folder), tensor_parallel_size=size, **{**defaults, **settings}))
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,10 @@ class Answers:
 def _answers(engine: Engine, prompts: list[list[int]]) -> Answers:
     forward, logits = engine._runner.forward, []
 
-    def recording(step: StepTensors) -> torch.Tensor:
-        logits_NV = forward(step)
-        logits.append(logits_NV.clone())
-        return logits_NV
+    def recording(step: StepTensors) -> StepResult:
+        result = forward(step)
+        logits.append(result.logits_NV.clone())
+        return result
 
     engine._runner.forward = recording  # type: ignore[method-assign]
     results = run(engine, requests_for(prompts, GREEDY))
@@ -149,9 +151,10 @@ def test_rank_killed_while_idle_is_noticed_without_a_step(tiny: Path) -> None:
 
 LEADER = """
 import json, sys, time
-from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
+from replicas.model.runner import StepResult
 from replicas.engine_config import EngineConfig
-engine = Engine.load(EngineConfig(**json.loads(sys.argv[1])))
+engine = load_engine(EngineConfig(**json.loads(sys.argv[1])))
 print("ready", flush=True)
 time.sleep(60)
 """

@@ -17,7 +17,9 @@ import pytest
 from kvcache.handoff import KVHandoff
 from replicas.engine.disaggregated import DisaggregatedEngine
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig, ParallelConfig
+from replicas.handoff.handoffs import Handoffs
 from replicas.llm import LLM
 from replicas.ranks.ranks import RankLost
 from replicas.request import FinishReason, GenerationRequest
@@ -96,7 +98,7 @@ def expected(tiny: Path, long_prompt: list[int]) -> list[int]:
 def _engine(folder: Path, role: Any) -> Iterator[tuple[Engine, int]]:
     """One of two ranks that computes few tokens a step, and the process of its rank 1."""
     before = set(rank_pids())
-    engine = Engine.load(
+    engine = load_engine(
         EngineConfig(
             model=str(folder), dtype="float32", role=role, tensor_parallel_size=2, max_model_len=128, max_num_seqs=4, block_size=8,
             max_num_batched_tokens=8, kv_cache_bytes=1 << 20, num_threads=1, kv_lease_s=LEASE_S,
@@ -138,7 +140,7 @@ def _kill(pid: int) -> None:
 
 def test_killed_rank_of_the_source_leaves_the_decode_engine_to_recompute(tiny: Path, long_prompt: list[int], expected: list[int]) -> None:
     with _engine(tiny, "prefill") as (prefill, pid), _engine(tiny, "decode") as (decode, _):
-        assert decode.handoffs is not None
+        assert isinstance(decode.handoffs, Handoffs)
         (request,) = requests_for([long_prompt], GREEDY)
         decode.add_request(replace(request, handoff=_offer(prefill, request)))
         _step_until(decode, lambda: decode.handoffs.ownership.has_transfers)
@@ -156,8 +158,8 @@ def test_killed_rank_of_the_receiver_costs_the_source_its_blocks_for_one_lease(
     tiny: Path, long_prompt: list[int], expected: list[int]
 ) -> None:
     with _engine(tiny, "prefill") as (prefill, _), _engine(tiny, "decode") as (decode, pid):
-        assert prefill.handoffs is not None
-        assert decode.handoffs is not None
+        assert isinstance(prefill.handoffs, Handoffs)
+        assert isinstance(decode.handoffs, Handoffs)
         (request,) = requests_for([long_prompt], GREEDY)
         decode.add_request(replace(request, handoff=_offer(prefill, request)))
         _step_until(decode, lambda: decode.handoffs.ownership.has_transfers)

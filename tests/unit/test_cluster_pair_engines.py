@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.generation.backend import ReplicaDied, ReplicaHung, ReplicaLeft
+from replicas.handoff.handoffs import Handoffs
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer
 from tests.tiny_llama import generated_by_transformers, save_tiny_llama, shared_prompts
@@ -38,7 +39,7 @@ async def fleet(request: pytest.FixtureRequest, folder: Path, default_tokenizer:
 
 def counters(fleet: Fleet, replica_id: str) -> Any:
     handoffs = fleet.engines[replica_id].handoffs
-    assert handoffs is not None
+    assert isinstance(handoffs, Handoffs)
     return handoffs.counters
 
 

@@ -115,8 +115,8 @@ def test_torch_is_never_imported_by_gateway_router_and_text() -> None:
 ROOMS = {
     "router": ("deployment", "simulator", "live", "router", "model_router", "waiting", "policies", "fleet"),
     "replicas": (
-        "deployment", "llm", "serve", "engine", "ranks", "handoff", "model", "sharding", "attention", "sampling", "native",
-        "scheduling", "text", "process",
+        "deployment", "llm", "serve", "engine", "ranks", "handoff", "model", "sharding", "attention", "scheduling", "sampling",
+        "native", "text", "process",
     ),
 }  # fmt: skip
 """Folders of each package, and the modules that stand above some of them, in the order in which a request walks. An import goes

@@ -56,7 +56,7 @@ class _Case:
         for old, new in lens:
             blocks, order = order[: counts[len(chunks)]], order[counts[len(chunks)] :]
             state: Any = SimpleNamespace(block_ids=blocks, token_ids=[0] * (old + new))
-            chunks.append(ScheduledChunk(state=state, start=old, num_tokens=new, samples=True, is_prefill=True))
+            chunks.append(ScheduledChunk(state=state, start=old, num_tokens=new, is_prefill=True, logits=range(old + new - 1, old + new)))
         self.chunks = chunks
         num_tokens = sum(new for _, new in lens)
 
@@ -172,9 +172,9 @@ def test_native_whole_or_in_chunks_or_beside_others_gives_the_same_bits(
     for end in (7, 64, 65, 190, 211):
         rows = slice(start, end)
         state: Any = whole.chunks[0].state
-        chunk = ScheduledChunk(state=state, start=start, num_tokens=end - start, samples=True, is_prefill=True)
+        chunk = ScheduledChunk(state=state, start=start, num_tokens=end - start, is_prefill=True, logits=range(end - 1, end))
         other: Any = SimpleNamespace(block_ids=other_blocks, token_ids=[0] * 3)
-        beside = ScheduledChunk(state=other, start=0, num_tokens=3, samples=True, is_prefill=True)
+        beside = ScheduledChunk(state=other, start=0, num_tokens=3, is_prefill=True, logits=range(2, 3))
         step = StepTensors.of(StepPlan(chunks=(beside, chunk)), 16)
         padded = [torch.cat([torch.ones_like(x[:, :3]), x[:, rows]], dim=1) for x in (whole.q_HTD, whole.k_KTD, whole.v_KTD)]
         found = native.attend(call, *padded, whole_kv.layer(0), step)

@@ -18,9 +18,10 @@ from kvcache.tensors import KVTensors
 from replicas.attention.step_tensors import StepTensors
 from replicas.attention.varlen_cuda import VarlenCudaAttention
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.model.cuda_graphs import DecodeShape, GraphedRunner, Replay, graphed
-from replicas.model.runner import TransformersRunner, kv_groups, probe_layers
+from replicas.model.runner import StepResult, TransformersRunner, kv_groups, probe_layers
 from replicas.request import FinishReason, GenerationRequest, RequestKey
 from replicas.sampling_params import SamplingParams
 from replicas.scheduling.step_arrays import StepArrays
@@ -60,11 +61,12 @@ class SteppingRunner:
     def __init__(self) -> None:
         self.steps: list[dict[str, list[Any]]] = []
 
-    def forward(self, step: StepTensors) -> torch.Tensor:
+    def forward(self, step: StepTensors) -> StepResult:
         names = ("token_ids_T", "slots_T", "context_lens_R", "block_tables_RM", "query_starts_R1", "logit_rows")
         self.steps.append({name: getattr(step, name).tolist() for name in names})
         rows = step.logit_rows
-        return torch.stack([step.token_ids_T[rows].float(), step.positions_T[rows].float(), torch.ones(len(rows))], dim=1)
+        logits_NV = torch.stack([step.token_ids_T[rows].float(), step.positions_T[rows].float(), torch.ones(len(rows))], dim=1)
+        return StepResult(logits_NV=logits_NV)
 
 
 def _decodes(contexts: list[int], *, token_ids: list[int] | None = None, rows: list[int] | None = None) -> StepTensors:
@@ -120,7 +122,8 @@ def test_decodes_are_padded_to_the_next_size_and_padding_touches_the_spare_block
     runner: GraphedRunner, stepping: SteppingRunner, num_rows: int, size: int
 ) -> None:
     given = _decodes([1 + 7 * index % MAX_LEN for index in range(num_rows)])
-    logits_RV = runner.forward(given)
+    result = runner.forward(given)
+    logits_RV = result.logits_NV
     assert logits_RV[:, :2].tolist() == [[100 + index, 7 * index % MAX_LEN] for index in range(num_rows)]
     (step,) = stepping.steps
     width = given.block_tables_RM.shape[1]
@@ -129,7 +132,7 @@ def test_decodes_are_padded_to_the_next_size_and_padding_touches_the_spare_block
     assert step["context_lens_R"] == [*given.context_lens_R.tolist(), *[1] * (size - num_rows)]
     assert all(set(row) == {SHAPE.spare_block} for row in step["block_tables_RM"][num_rows:])
     assert (step["query_starts_R1"], step["logit_rows"]) == (list(range(size + 1)), list(range(size)))
-    assert runner.num_graphed_steps == 1
+    assert result.is_graphed
 
 
 def test_a_small_step_after_a_large_one_leaves_nothing_of_it(runner: GraphedRunner, stepping: SteppingRunner) -> None:
@@ -160,10 +163,10 @@ def test_a_small_step_after_a_large_one_leaves_nothing_of_it(runner: GraphedRunn
     ids=["more rows than recorded", "a row without logits", "longer than the limit", "a prefill among them"],
 )
 def test_what_is_not_a_recorded_decode_step_runs_eagerly(runner: GraphedRunner, stepping: SteppingRunner, step: StepTensors) -> None:
-    logits_NV = runner.forward(step)
-    assert len(logits_NV) == len(step.logit_rows)
+    result = runner.forward(step)
+    assert len(result.logits_NV) == len(step.logit_rows)
     assert stepping.steps[0]["token_ids_T"] == step.token_ids_T.tolist()
-    assert runner.num_graphed_steps == 0
+    assert not result.is_graphed
 
 
 def test_a_replay_that_takes_no_input_is_refused(stepping: SteppingRunner, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,8 +182,8 @@ def test_a_replay_that_takes_no_input_is_refused(stepping: SteppingRunner, caplo
 
 def test_a_runner_that_asks_for_a_value_is_left_eager_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Asking(SteppingRunner):
-        def forward(self, step: StepTensors) -> torch.Tensor:
-            return super().forward(step) * (1 + step.positions_T.max().item())
+        def forward(self, step: StepTensors) -> StepResult:
+            return StepResult(logits_NV=super().forward(step).logits_NV * (1 + step.positions_T.max().item()))
 
     asking = Asking()
     assert graphed(asking, StrictCapture(), SHAPE, CPU) is asking
@@ -201,8 +204,8 @@ def test_decode_steps_of_a_family_can_be_recorded_and_equal_eager_ones(family: s
     runner = graphed(eager, StrictCapture(), SHAPE, CPU)
     assert isinstance(runner, GraphedRunner)
     step = _decodes([3, 17, 1, 40, 64], token_ids=[5, 6, 7, 8, 9])
-    found = runner.forward(step).clone()
-    torch.testing.assert_close(found, eager.forward(step), rtol=1e-4, atol=1e-4)
+    found = runner.forward(step).logits_NV.clone()
+    torch.testing.assert_close(found, eager.forward(step).logits_NV, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
@@ -214,7 +217,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_torch_threads: No
         capture = lambda config, *rest: EagerCapture() if config.cuda_graphs else None  # noqa: E731
         monkeypatch.setattr("replicas.model.rank_model.choose_capture", capture)
         per_block = BLOCK_SIZE * 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, dim, bytes
-        return Engine.load(
+        return load_engine(
             EngineConfig(
                 model=model, dtype="float32", runner="transformers", attention_backend="reference", cuda_graphs=has_graphs,
                 max_num_seqs=SHAPE.max_rows, max_num_batched_tokens=32, max_model_len=MAX_LEN, block_size=BLOCK_SIZE,
@@ -278,7 +281,7 @@ def test_cuda_graphs_on_a_cpu_have_no_effect_but_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, same_torch_threads: None
 ) -> None:
     model = str(save_tiny_llama(tmp_path))
-    engine = Engine.load(EngineConfig(model=model, cuda_graphs=True, kv_cache_bytes=1 << 20, max_num_batched_tokens=128, num_threads=1))
+    engine = load_engine(EngineConfig(model=model, cuda_graphs=True, kv_cache_bytes=1 << 20, max_num_batched_tokens=128, num_threads=1))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == ["cuda_graphs has no effect here: they are of CUDA, and the device is cpu"]
     assert engine.stats().num_graphed_steps == 0

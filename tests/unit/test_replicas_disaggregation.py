@@ -13,7 +13,6 @@ from kvcache.ownership import KVOwnership, TransferRef
 from kvcache.transfer.link import LinkLost
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.disaggregated import DisaggregatedEngine
-from replicas.engine.engine import Engine
 from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.handoff.handoffs import Handoffs
@@ -283,7 +282,7 @@ def test_no_request_reads_a_freed_block_under_random_operations(
 
 
 def test_unified_engine_refuses_to_hand_over_by_name(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    engine = Engine.load(_config(folder))
+    engine = load_engine(_config(folder))
     (request,) = requests_for(prompts[:1], GREEDY)
     with pytest.raises(RequestRejected, match="its role is unified"):
         engine.add_request(replace(request, wants_handoff=True))

@@ -9,6 +9,7 @@ import torch
 from kvcache.block_pool import BlockPool
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine.engine import Engine
+from replicas.model.runner import StepResult
 from replicas.model_description import ModelDescription
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestRejected
 from replicas.sampling.sampler import Sampler
@@ -27,13 +28,13 @@ class CountingRunner:
         self.before: Callable[[torch.Tensor], None] = lambda logits: None
         self.steps: list[list[int]] = []
 
-    def forward(self, step: StepTensors) -> torch.Tensor:
+    def forward(self, step: StepTensors) -> StepResult:
         self.steps.append(step.token_ids_T.tolist())
         last = step.token_ids_T[step.logit_rows]
         logits = torch.zeros(len(last), VOCAB_SIZE)
         logits[torch.arange(len(last)), (last + 1) % VOCAB_SIZE] = 1.0
         self.before(logits)
-        return logits
+        return StepResult(logits_NV=logits)
 
 
 @pytest.fixture

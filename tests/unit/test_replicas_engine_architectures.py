@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MambaConfig, T5Config
 
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.model.loader import choose_model
 from replicas.model_support import UnsupportedModel
@@ -22,7 +23,7 @@ def _engine(folder: Path, **settings: Any) -> Engine:
     defaults: dict[str, Any] = {
         "dtype": "float32", "kv_cache_bytes": 4 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_threads": 1,
     }  # fmt: skip
-    return Engine.load(EngineConfig(model=str(folder), **{**defaults, **settings}))
+    return load_engine(EngineConfig(model=str(folder), **{**defaults, **settings}))
 
 
 NUM_OUTPUT = 24
@@ -101,7 +102,7 @@ def test_load_of_a_model_whose_attention_has_unknown_terms_is_refused_by_the_sel
 )
 def test_load_with_settings_that_cannot_work_names_the_fix(folder_of: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Engine.load(EngineConfig(**{"model": str(folder_of("llama")), "dtype": "float32", **settings}))
+        load_engine(EngineConfig(**{"model": str(folder_of("llama")), "dtype": "float32", **settings}))
 
 
 def test_budgets_of_steps_are_measured_unless_one_is_given(folder_of: Any) -> None:

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from kvcache.tensors import KVTensors
 from replicas.attention.step_tensors import StepTensors
-from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.model.native_decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, why_not_native
-from replicas.model.runner import kv_groups, probe_layers
+from replicas.model.runner import StepResult, kv_groups, probe_layers
 from replicas.native import build
 from replicas.native.build import NativeUnavailable, load_native_library, variant_of
 from replicas.native.isa import AVX2, AVX512, AVX512_BF16, AVX512_VNNI, EMULATED, PLAIN, InstructionSet, cpu_flags, runnable
@@ -108,7 +108,7 @@ def _step(chunks: list[tuple[list[int], int, int]], first_block: int = 0) -> Ste
     for index, (token_ids, start, end) in enumerate(chunks):
         state: Any = object.__new__(RequestState)
         state.token_ids, state.block_ids = token_ids, list(range(first_block + 8 * index, first_block + 8 * index + 8))
-        scheduled.append(ScheduledChunk(state=state, start=start, num_tokens=end - start, samples=True, is_prefill=True))
+        scheduled.append(ScheduledChunk(state=state, start=start, num_tokens=end - start, is_prefill=True, logits=range(end - 1, end)))
     return StepTensors.of(StepPlan(chunks=tuple(scheduled)), 16)
 
 
@@ -126,11 +126,11 @@ WEIGHTS = pytest.mark.parametrize(
 @WEIGHTS
 def test_decoder_whole_chunked_alone_or_batched_gives_the_same_bits(library: ctypes.CDLL, dtype: torch.dtype, quantization: Any) -> None:
     sequence, others = _sequence(77, 0), [_sequence(40, i) for i in (1, 2)]
-    whole = _decoder(NativeDecoder, library, dtype, quantization=quantization).forward(_step([(sequence, 0, 77)]))[0]
+    whole = _decoder(NativeDecoder, library, dtype, quantization=quantization).forward(_step([(sequence, 0, 77)])).logits_NV[0]
     chunked = _decoder(NativeDecoder, library, dtype, quantization=quantization)
     for start, end in ((0, 7), (7, 64), (64, 76)):
         chunked.forward(_step([(sequence, start, end), (others[0], start // 2, end // 2)]))
-    last = chunked.forward(_step([(sequence, 76, 77), (others[0], 38, 40), (others[1], 0, 40)]))
+    last = chunked.forward(_step([(sequence, 76, 77), (others[0], 38, 40), (others[1], 0, 40)])).logits_NV
     assert torch.equal(last[0], whole)
 
 
@@ -142,10 +142,10 @@ def test_segmented_twin_gives_the_same_bits_and_its_seams_see_every_delta(
     step = _step([(_sequence(20, 0), 0, 20), (_sequence(9, 3), 0, 9)])
     kwargs: dict[str, Any] = {"quantization": quantization}
     twin = _decoder(SegmentedDecoder, library, dtype, all_reduce=lambda delta: seen.append(tuple(delta.shape)), **kwargs)
-    assert torch.equal(twin.forward(step), _decoder(NativeDecoder, library, dtype, **kwargs).forward(step))
+    assert torch.equal(twin.forward(step).logits_NV, _decoder(NativeDecoder, library, dtype, **kwargs).forward(step).logits_NV)
     assert seen == [(29, 48)] * (2 * CONFIG.num_hidden_layers)
     zeroed = _decoder(SegmentedDecoder, library, dtype, all_reduce=lambda delta: delta.zero_(), **kwargs)
-    assert not torch.equal(zeroed.forward(step), twin.forward(step))
+    assert not torch.equal(zeroed.forward(step).logits_NV, twin.forward(step).logits_NV)
 
 
 def test_decoder_in_bfloat16_is_nearer_to_float32_than_transformers_in_bfloat16(library: ctypes.CDLL) -> None:
@@ -156,7 +156,7 @@ def test_decoder_in_bfloat16_is_nearer_to_float32_than_transformers_in_bfloat16(
     with torch.inference_mode():
         theirs = model(ids).logits[0, -1].float()
         exact = model.float()(ids).logits[0, -1]
-    ours = _decoder(NativeDecoder, library, torch.bfloat16).forward(_step([(sequence, 0, 30)]))[0]
+    ours = _decoder(NativeDecoder, library, torch.bfloat16).forward(_step([(sequence, 0, 30)])).logits_NV[0]
     assert float((ours - exact).abs().mean()) < float((theirs - exact).abs().mean())
 
 
@@ -176,7 +176,7 @@ def test_quantized_decoder_equals_transformers_over_the_weights_it_stands_for(
             module.register_forward_pre_hook(lambda module, inputs: (as_multiplied(inputs[0], element, variant_of(library)),))
     with torch.inference_mode():
         theirs = model(ids).logits[0, -1]
-    ours = _decoder(NativeDecoder, library, torch.float32, quantization=quantization).forward(_step([(sequence, 0, 30)]))[0]
+    ours = _decoder(NativeDecoder, library, torch.float32, quantization=quantization).forward(_step([(sequence, 0, 30)])).logits_NV[0]
     # An input next to the middle between two steps may be rounded the other way.
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     rounding = float((ours - exact).abs().max())
@@ -208,11 +208,11 @@ def test_load_without_a_compiler_serves_through_transformers_and_says_so(
     folder = _saved_model(tmp_path)
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING):
-        engine = Engine.load(EngineConfig(model=str(folder), kv_cache_bytes=1 << 20))
+        engine = load_engine(EngineConfig(model=str(folder), kv_cache_bytes=1 << 20))
     assert engine.description.runner == "transformers"
     assert "runner transformers: native cannot serve here (no C++ compiler" in caplog.text
     with pytest.raises(ValueError, match="runner 'native' cannot serve 'llama' here: no C"):
-        Engine.load(EngineConfig(model=str(folder), runner="native"))
+        load_engine(EngineConfig(model=str(folder), runner="native"))
 
 
 def test_load_when_the_native_logits_differ_serves_through_transformers(
@@ -220,9 +220,9 @@ def test_load_when_the_native_logits_differ_serves_through_transformers(
 ) -> None:
     folder = _saved_model(tmp_path)
     whole = NativeDecoder.forward
-    monkeypatch.setattr(NativeDecoder, "forward", lambda self, step: whole(self, step) + torch.rand(90))
+    monkeypatch.setattr(NativeDecoder, "forward", lambda self, step: StepResult(logits_NV=whole(self, step).logits_NV + torch.rand(90)))
     with caplog.at_level(logging.WARNING):
-        engine = Engine.load(EngineConfig(model=str(folder), kv_cache_bytes=1 << 20))
+        engine = load_engine(EngineConfig(model=str(folder), kv_cache_bytes=1 << 20))
     assert engine.description.runner == "transformers"
     assert "differ from transformers" in caplog.text
 
@@ -238,11 +238,11 @@ def test_load_with_a_quantization_caches_it_and_says_so(
     for logged in ("kept the quantized weights", "quantized weights from"):
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            description = Engine.load(config).description
+            description = load_engine(config).description
         assert (description.runner, description.quantization) == ("native", "int8")
         assert logged in caplog.text
         fingerprints.add(description.fingerprint)
-    fingerprints.add(Engine.load(replace(config, quantization=None)).description.fingerprint)
+    fingerprints.add(load_engine(replace(config, quantization=None)).description.fingerprint)
     assert len(fingerprints) == 2, "KV of other weights must not be taken for one's own"
 
 
@@ -253,10 +253,10 @@ def test_load_with_a_quantization_that_cannot_be_is_refused_in_one_line(tmp_path
         EngineConfig(quantization="int8", runner="transformers")
     folder = str(_saved_model(tmp_path))
     with pytest.raises(ValueError, match="needs dtype float32 or bfloat16, not float16"):
-        Engine.load(EngineConfig(model=folder, quantization="int8", dtype="float16"))
+        load_engine(EngineConfig(model=folder, quantization="int8", dtype="float16"))
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match="quantization 'int4' needs the native runner, which cannot serve 'llama' here: no C"):
-        Engine.load(EngineConfig(model=folder, quantization="int4"))
+        load_engine(EngineConfig(model=folder, quantization="int4"))
 
 
 def test_decoder_refuses_layers_of_different_shape(library: ctypes.CDLL) -> None:

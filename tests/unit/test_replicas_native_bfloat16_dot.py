@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.model.native_decoder import NativeDecoder
 from replicas.native.build import load_native_library, variant_of
@@ -152,7 +153,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("replicas.model.loader.runnable", lambda flags: [EMULATED, PLAIN])
 
     def load(**kwargs: Any) -> Engine:
-        return Engine.load(
+        return load_engine(
             EngineConfig(
                 model=str(folder), kv_cache_bytes=4 << 20, max_num_seqs=8, max_num_batched_tokens=13, **{"dtype": "bfloat16", **kwargs}
             )

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig, ParallelConfig
 from replicas.model_support import UnsupportedModel
 from replicas.native.build import load_native_library
@@ -29,7 +30,7 @@ def _load(folder: Path, size: int, launcher: ThreadLauncher | None = None, **set
         "parallel": ParallelConfig(rank_deadline_s=60.0),
     }  # fmt: skip
     config = EngineConfig(model=str(folder), tensor_parallel_size=size, **{**defaults, **settings})
-    return Engine.load(config, launcher or ThreadLauncher())
+    return load_engine(config, launcher=launcher or ThreadLauncher())
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from replicas.engine.disaggregated import DisaggregatedEngine
 from replicas.engine.engine import Engine
 from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
+from replicas.model.runner import StepResult
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, TokenLogprob, merge_progress
 from replicas.sampling_params import SamplingParams
 from replicas.scheduling.scheduler import Scheduler
@@ -115,7 +116,7 @@ def test_rows_of_logits_a_step_are_bounded_and_others_go_on(
     largest = 0
     forward = engine._runner.forward
 
-    def measured(step: Any) -> torch.Tensor:
+    def measured(step: Any) -> StepResult:
         nonlocal largest
         largest = max(largest, len(step.logit_rows))
         return forward(step)
@@ -144,11 +145,11 @@ def test_logits_that_are_not_finite_fail_the_request_when_its_prompt_is_through(
     forward = engine._runner.forward
     steps = iter([True])
 
-    def poisoned(step: Any) -> torch.Tensor:
-        logits = forward(step).clone()
+    def poisoned(step: Any) -> StepResult:
+        result = forward(step)
         if next(steps, False):
-            logits[3] = math.nan
-        return logits
+            result.logits_NV[3] = math.nan
+        return result
 
     engine._runner.forward = poisoned
     (failed,) = run(engine, scoring(prompts[:1], SCORE_AND_GO_ON))

@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from replicas.native.build import load_native_library
+from replicas.request import GenerationRequest
 from replicas.sampling.native_draw import NativeDraw
 from replicas.sampling.philox import uniforms
 from replicas.sampling.sampler import Sampler, edit_logits, filtered_probs, inverse_cdf
@@ -36,8 +37,23 @@ def native(request, compiled):
     return compiled if request.param == "compiled" else None
 
 
+class GrowingState(SamplingState):
+    """With the list of tokens that a request would own."""
+
+    def __init__(self, request, eos, mask):
+        self.tokens = [*request.prompt_ids, *request.output_ids]
+        super().__init__(request, self.tokens, eos, mask)
+
+    def append(self, token_id):
+        self.tokens.append(token_id)
+        self.follow(token_id)
+
+
 def state(seed=0, choice=0, prompt=(), output=(), eos=(), mask=None, **settings_):
-    return SamplingState(SamplingParams(**settings_), seed, choice, prompt, output, frozenset(eos), mask)
+    request = GenerationRequest(
+        request_id="r", prompt_ids=tuple(prompt), output_ids=tuple(output), params=SamplingParams(**settings_), seed=seed, choice=choice
+    )
+    return GrowingState(request, frozenset(eos), mask)
 
 
 def random_logits(rows, vocab, seed=0, scale=3.0):

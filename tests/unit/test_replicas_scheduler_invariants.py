@@ -11,12 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from replicas.request import GenerationRequest, RequestKey, RequestProgress
 from replicas.sampling_params import SamplingParams
-from replicas.scheduling.step_plan import StepPlan
+from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
 from tests.unit.scheduler_steps import EOS, new_scheduler
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random submissions, cancels, failures and steps on a pool that is too small for them all.
+    """Random submissions, cancels, failures and steps on a pool that is too small for them all; one to eight drafted tokens for some
+    requests, of which any number is accepted.
 
     The model beside it is the KV content itself: what each block's slots really hold after each step.
     """
@@ -80,8 +81,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert any(chunk.state is oldest for chunk in plan.chunks), "the oldest prompt stands still"
         self._check_budget(plan, decoding)
         self._write(plan)
-        tokens = [[data.draw(st.sampled_from([3, 4, 5, EOS]))] for chunk in plan.chunks if chunk.samples]
-        self._record(self.scheduler.update(plan, tokens))
+        self._record(self.scheduler.update(plan, [self._new_ids(chunk, data) for chunk in plan.chunks if chunk.samples]))
+        for state in self.scheduler.running:
+            if state.is_decoding and data.draw(st.booleans()):
+                self.scheduler.propose(state.key, data.draw(st.lists(st.sampled_from([3, 4, 5, EOS]), min_size=1, max_size=8)))
+
+    def _new_ids(self, chunk: ScheduledChunk, data: st.DataObject) -> list[int]:
+        """Some of the drafts, and what the model says behind them."""
+        num_accepted = data.draw(st.integers(0, len(chunk.draft_ids)))
+        return [*chunk.draft_ids[:num_accepted], data.draw(st.sampled_from([3, 4, 5, EOS]))]
 
     @rule()
     def step_that_fails(self) -> None:
@@ -89,11 +97,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_budget(self, plan: StepPlan, decoding: set[RequestKey]) -> None:
         assert sum(chunk.num_tokens for chunk in plan.chunks) <= self.BUDGET
-        states = [chunk.state for chunk in plan.chunks if chunk.state.request.key in decoding and chunk.state.num_output_tokens]
-        if states:
-            priority = min(state.request.priority for state in states)
+        streaming = [chunk for chunk in plan.chunks if chunk.state.request.key in decoding and chunk.state.num_output_tokens]
+        if streaming:
+            priority = min(chunk.state.request.priority for chunk in streaming)
+            num_decode_tokens = sum(chunk.num_tokens for chunk in streaming)
             held_back = [chunk for chunk in plan.chunks if chunk.is_prefill and chunk.state.request.priority >= priority]
-            assert sum(chunk.num_tokens for chunk in held_back) <= max(self.MIXED_BUDGET - len(states), self.BLOCK_SIZE)
+            assert sum(chunk.num_tokens for chunk in held_back) <= max(self.MIXED_BUDGET - num_decode_tokens, self.BLOCK_SIZE)
 
     def _write(self, plan: StepPlan) -> None:
         """All writes first, then every chunk must find exactly its own history in its blocks."""
@@ -105,13 +114,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scored[chunk.state.request.key, position] += 1
         assert sum(len(chunk.scored) for chunk in plan.chunks) <= 5
         for chunk in plan.chunks:
-            tokens = chunk.state.token_ids
+            tokens = [*chunk.state.token_ids, *chunk.draft_ids]
             for position in range(chunk.start, chunk.start + chunk.num_tokens):
                 block = chunk.state.block_ids[position // size]
                 assert self.scheduler.pool.ref_count(block) == 1 or block in plan.published, "a shared block is written"
                 self.slots[block, position % size] = tuple(tokens[: position + 1])
         for chunk in plan.chunks:
-            tokens = chunk.state.token_ids
+            tokens = [*chunk.state.token_ids, *chunk.draft_ids]
             for position in range(chunk.start + chunk.num_tokens):
                 block = chunk.state.block_ids[position // size]
                 assert self.slots[block, position % size] == tuple(tokens[: position + 1]), "a block holds another history"

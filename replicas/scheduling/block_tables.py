@@ -1,0 +1,103 @@
+"""Gives running requests the blocks for their tokens, and lets others find what these blocks hold. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvcache.block_pool import BlockPool
+from kvcache.prefix_cache import BlockKeyChain, PrefixCache
+from replicas.request import GenerationRequest
+from replicas.scheduling.request_state import RequestState
+
+
+class BlockTables:
+    """Changes the block tables of requests, out of one pool. Owns no request.
+
+    A share of the pool is kept back from new requests and drafts while others run, so that these can grow for a while.
+    """
+
+    def __init__(self, pool: BlockPool, *, enable_prefix_caching: bool, weights_version: str) -> None:
+        self.pool = pool
+        self._prefix_cache = PrefixCache(pool, enabled=enable_prefix_caching, weights_version=weights_version)
+        self._watermark_blocks = pool.num_blocks // 100
+
+    def chain(self, request: GenerationRequest) -> BlockKeyChain:
+        return self._prefix_cache.chain(request.cache_salt, request.adapter_id)
+
+    def try_fill(self, state: RequestState, *, has_others: bool) -> bool:
+        """Blocks for all tokens of a request that has none, cached ones shared; False, and nothing changed, when too few are free."""
+        cached = self._prefix_cache.match(state.chain, state.token_ids)
+        if state.num_scored < state.num_to_score:  # what is not computed has no logits
+            cached = cached[: state.num_scored // self.pool.block_size]
+        num_new = self._num_blocks_for(len(state.token_ids)) - len(cached)
+        # Counted before anything is touched: a try that fails must not look like a use of the cached blocks.
+        num_taken = num_new + sum(self.pool.ref_count(block_id) == 0 for block_id in cached)
+        if self.pool.num_free < num_taken + (self._watermark_blocks if has_others else 0):
+            return False
+        for block_id in cached:
+            self.pool.retain(block_id)
+        new = self.pool.try_allocate(num_new)
+        assert new is not None, "the blocks were counted as free"
+        state.block_ids = cached + new
+        state.num_computed_tokens = len(cached) * self.pool.block_size
+        return True
+
+    def could_fill_without(self, victims: Sequence[RequestState], head: RequestState, *, has_others: bool) -> bool:
+        """Whether the blocks that `victims` alone hold would let `head` in, `has_others` beside it."""
+        held = Counter(block_id for state in victims for block_id in state.block_ids)
+        num_theirs = sum(self.pool.ref_count(block_id) == count for block_id, count in held.items())
+        headroom = self._watermark_blocks if has_others else 0
+        return self.pool.num_free + num_theirs >= self._num_blocks_for(len(head.token_ids)) + headroom
+
+    def try_grow(self, state: RequestState) -> bool:
+        """One more block, unless it has those for all its tokens; False when none is free."""
+        if self.lacks_blocks(state):
+            new = self.pool.try_allocate(1)
+            if new is None:
+                return False
+            state.block_ids += new
+        return True
+
+    def lacks_blocks(self, state: RequestState) -> bool:
+        return len(state.block_ids) < self._num_blocks_for(len(state.token_ids))
+
+    def room_for_drafts(self, state: RequestState, num_drafts: int) -> int:
+        """How many of so many drafts there are slots for behind the request's tokens; takes free blocks for them, and no more than
+        running requests can spare."""
+        num_tokens, size = len(state.token_ids), self.pool.block_size
+        num_new = self._num_blocks_for(num_tokens + num_drafts) - len(state.block_ids)
+        num_new = min(num_new, self.pool.num_free - self._watermark_blocks)
+        if num_new > 0:
+            state.block_ids += self.pool.try_allocate(num_new) or []
+        return min(num_drafts, len(state.block_ids) * size - num_tokens)
+
+    def publish(self, state: RequestState, start: int, end: int) -> list[int]:
+        """Makes the blocks findable whose last slots are among the tokens `start .. end - 1`; returns those that became so."""
+        size = self.pool.block_size
+        first, last = start // size, end // size
+        return self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, first, last) if first < last else []
+
+    def trim(self, state: RequestState) -> None:
+        """Gives blocks back that no token of the request needs."""
+        num_needed = self._num_blocks_for(len(state.token_ids))
+        if len(state.block_ids) > num_needed:
+            self.pool.release(state.block_ids[num_needed:], state.request.priority)
+            del state.block_ids[num_needed:]
+
+    def release(self, state: RequestState) -> None:
+        self.pool.release(state.block_ids, state.request.priority)
+        state.block_ids = []
+
+    def check(self, states: Sequence[RequestState], other_tables: Sequence[Sequence[int]]) -> None:
+        """Raises AssertionError unless the pool's counts are those of these requests and `other_tables`, and no slot is wasted
+        beyond each request's last block."""
+        self.pool.check()
+        self.pool.check_holders([*(state.block_ids for state in states), *other_tables])
+        size = self.pool.block_size
+        for state in states:
+            assert len(state.block_ids) * size >= state.num_computed_tokens, "a request lacks blocks"
+            assert len(state.block_ids) * size - len(state.token_ids) < size, "more than one block's slots are unused"
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)

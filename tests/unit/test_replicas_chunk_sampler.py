@@ -1,0 +1,126 @@
+"""Drafts change no token: an engine whose next tokens are drafted, well or badly, says the same as one without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kvcache.block_pool import BlockPool
+from replicas.attention.step_tensors import StepTensors
+from replicas.engine.engine import Engine
+from replicas.model.runner import StepResult
+from replicas.model_description import ModelDescription
+from replicas.request import GenerationRequest
+from replicas.sampling.sampler import Sampler
+from replicas.sampling_params import SamplingParams
+from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.engine_harness import Generated
+
+VOCAB_SIZE, EOS, NUM_TOKENS = 50, 49, 30
+PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11])
+
+Draft = Callable[[GenerationRequest, list[int], np.random.Generator], Sequence[int]]
+
+
+class TableRunner:
+    """Logits that depend on a row's token and position alone, and never on the other rows of the step."""
+
+    def __init__(self) -> None:
+        self._table = torch.randn(97, VOCAB_SIZE, generator=torch.Generator().manual_seed(5)) * 1.5
+        self.bad_position = -1  # a row at this position gives NaN
+
+    def forward(self, step: StepTensors) -> StepResult:
+        tokens_N, positions_N = step.token_ids_T[step.logit_rows], step.positions_T[step.logit_rows]
+        logits_NV = self._table[(31 * tokens_N + 7 * positions_N) % 97].clone()
+        logits_NV[positions_N == self.bad_position] = float("nan")
+        return StepResult(logits_NV=logits_NV)
+
+
+class OddTokens:
+    """A grammar in which odd and even tokens take turns."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def advance(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        del self.tokens[len(self.tokens) - num_tokens :]
+
+    def fill(self, allowed_V: npt.NDArray[np.bool_]) -> None:
+        allowed_V[len(self.tokens) % 2 :: 2] = False
+
+
+def generate(
+    params: SamplingParams, draft: Draft | None, *, has_grammar: bool = False, bad_position: int = -1
+) -> tuple[list[Generated], int]:
+    """Outputs of all prompts, and the number of steps."""
+    runner = TableRunner()
+    runner.bad_position = bad_position
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, eos_token_ids=frozenset({EOS}))
+    scheduler = Scheduler(config, BlockPool(40, 4))
+    description = ModelDescription(max_model_len=64, vocab_size=VOCAB_SIZE, block_size=4, dtype="float32", tokenizer_source="none")
+    engine = Engine(scheduler=scheduler, runner=runner, sampler=Sampler(VOCAB_SIZE), description=description)
+    requests = [GenerationRequest(request_id=f"r{i}", prompt_ids=tuple(prompt), params=params, seed=i) for i, prompt in enumerate(PROMPTS)]
+    results = {request.key: Generated() for request in requests}
+    for request in requests:
+        scheduler.add(request, OddTokens() if has_grammar else None)
+    random, num_steps = np.random.default_rng(3), 0
+    while engine.has_work:
+        num_steps += 1
+        for item in engine.step().progress:
+            result = results[item.key]
+            result.token_ids += item.token_ids
+            result.logprobs += item.logprobs
+            result.finish_reason = item.finish_reason
+            result.error = item.error
+        engine.check()
+        for state in scheduler.running if draft is not None else ():
+            output = state.token_ids[len(state.request.prompt_ids) :]
+            scheduler.propose(state.key, draft(state.request, output, random))
+    return list(results.values()), num_steps
+
+
+SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "top_k": 20, "top_p": 0.95},
+    "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+    "bias and min_tokens": {"temperature": 0.8, "logit_bias": {7: 3.0, EOS: 2.0}, "min_tokens": 12},
+    "logprobs": {"temperature": 1.0, "logprobs": 3},
+    "stop tokens": {"temperature": 1.0, "stop_token_ids": (3, 17, 22)},
+}
+
+
+@pytest.mark.parametrize("has_grammar", [False, True], ids=["free", "grammar"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_drafts_of_any_quality_change_neither_tokens_nor_logprobs(name: str, has_grammar: bool) -> None:
+    params = SamplingParams(max_tokens=NUM_TOKENS, **SETTINGS[name])
+    expected, num_plain_steps = generate(params, None, has_grammar=has_grammar)
+    answers = {request_id: result.token_ids for request_id, result in zip(("r0", "r1", "r2"), expected, strict=True)}
+
+    def right(request: GenerationRequest, output: list[int], random: np.random.Generator) -> Sequence[int]:
+        return answers[request.request_id][len(output) : len(output) + 5]
+
+    def partly_right(request: GenerationRequest, output: list[int], random: np.random.Generator) -> Sequence[int]:
+        num_right = int(random.integers(0, 5))
+        return [*right(request, output, random)[:num_right], *random.integers(0, VOCAB_SIZE, 4).tolist()]
+
+    for draft in (right, partly_right):
+        found, num_steps = generate(params, draft, has_grammar=has_grammar)
+        assert found == expected
+        longest = max(len(tokens) for tokens in answers.values())
+        assert num_steps < num_plain_steps or longest < 3, "no draft was ever accepted"
+
+
+def test_logits_that_are_not_finite_behind_a_draft_fail_the_request_with_the_same_tokens_as_without() -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    expected, _ = generate(params, None, bad_position=12)
+    answers = {f"r{i}": result.token_ids for i, result in enumerate(generate(params, None)[0])}
+    found, _ = generate(params, lambda request, output, _: answers[request.request_id][len(output) : len(output) + 5], bad_position=12)
+    assert all("not finite" in (result.error or "") for result in expected)
+    assert found == expected

@@ -1,0 +1,143 @@
+"""Several tokens a step: drafts planned, verified and taken back, hand-counted. Blocks hold four tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcache.hashing import CacheIdentity
+from kvcache.prefix_cache import BlockKeyChain
+from replicas.request import FinishReason, RequestKey, RequestProgress
+from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
+from tests.unit.scheduler_steps import EOS, new_request, new_scheduler, shape, step
+
+A = RequestKey("a", 0)
+
+
+def begun(scheduler: Scheduler, name: str = "a", num_prompt: int = 4, **settings: object) -> None:
+    """A request whose prompt is computed and whose first token, 50, is known."""
+    scheduler.add(new_request(name, num_prompt, **{"max_tokens": 20, **settings}))
+    step(scheduler)
+
+
+def verify(scheduler: Scheduler, drafts: list[int], *new_ids: int) -> tuple[ScheduledChunk, RequestProgress]:
+    scheduler.propose(A, drafts)
+    plan = scheduler.schedule()
+    (progress,) = scheduler.update(plan, [new_ids])
+    scheduler.check()
+    return plan.chunks[0], progress
+
+
+def is_findable(scheduler: Scheduler, *token_ids: int) -> bool:
+    """Whether the block that ends this sequence is found by its key."""
+    key = BlockKeyChain(CacheIdentity(), 4).key(len(token_ids) // 4 - 1, token_ids)
+    return scheduler.pool.find(key, token_ids[-4:]) is not None
+
+
+def test_drafts_that_are_accepted_count_as_computed_and_complete_a_block() -> None:
+    scheduler = new_scheduler()
+    begun(scheduler)
+    scheduler.propose(A, [51, 52, 53])
+    plan = scheduler.schedule()
+    (chunk,) = plan.chunks
+    assert (chunk.start, chunk.num_tokens, chunk.draft_ids, chunk.logits, chunk.is_prefill) == (4, 4, (51, 52, 53), range(4, 8), False)
+    assert not is_findable(scheduler, 0, 1, 2, 3, 50, 51, 52, 53), "the drafts may be wrong"
+    (progress,) = scheduler.update(plan, [[51, 52, 53, 54]])
+    scheduler.check()
+    assert progress.token_ids == (51, 52, 53, 54)
+    assert is_findable(scheduler, 0, 1, 2, 3, 50, 51, 52, 53)
+    assert shape(scheduler.schedule()) == [("a", 8, 1)]
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 2, 5, 7])
+def test_drafts_behind_a_wrong_one_are_computed_anew_and_their_blocks_come_back(num_accepted: int) -> None:
+    scheduler = new_scheduler()
+    begun(scheduler)
+    num_free = scheduler.pool.num_free
+    drafts = list(range(51, 59))
+    chunk, progress = verify(scheduler, drafts, *drafts[:num_accepted], 7)
+    assert chunk.num_tokens == 9
+    assert progress.token_ids == (*drafts[:num_accepted], 7)
+    num_known = 4 + 1 + num_accepted + 1
+    assert num_free - scheduler.pool.num_free == -(-num_known // 4) - 1, "blocks of known tokens alone are held"
+    assert is_findable(scheduler, 0, 1, 2, 3, 50, 51, 52, 53) == (num_accepted >= 3)
+    assert shape(step(scheduler)[0]) == [("a", num_known - 1, 1)]
+
+
+def test_stop_token_among_the_drafts_ends_the_request_there() -> None:
+    scheduler = new_scheduler()
+    begun(scheduler)
+    _, progress = verify(scheduler, [51, EOS, 52], 51, EOS, 52, 53)
+    assert (progress.token_ids, progress.finish_reason, progress.stop_token_id) == ((51, EOS), FinishReason.STOP, EOS)
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+
+
+def test_drafts_never_go_beyond_the_length_of_the_request() -> None:
+    scheduler = new_scheduler()
+    begun(scheduler, max_tokens=4)
+    chunk, progress = verify(scheduler, [51, 52, 53, 54, 55], 51, 52, 53)
+    assert chunk.draft_ids == (51, 52), "with the token behind them that makes four"
+    assert (progress.token_ids, progress.finish_reason) == ((51, 52, 53), FinishReason.LENGTH)
+
+
+def test_drafts_leave_every_decode_its_token_and_prompts_a_block() -> None:
+    scheduler = new_scheduler(budget=12, max_num_seqs=4)
+    for number, name in enumerate("abc"):
+        begun(scheduler, name, first=10 * number)
+    for name in "abc":
+        scheduler.propose(RequestKey(name, 0), [51] * 8)
+    scheduler.add(new_request("d", 20, first=60))
+    plan = scheduler.schedule()
+    assert shape(plan) == [("a", 6, 6), ("b", 5, 1), ("c", 4, 1), ("d", 0, 4)]
+    scheduler.update(plan, [[50]] * 3)
+    scheduler.check()
+
+
+def test_drafts_take_no_blocks_from_other_requests() -> None:
+    scheduler = new_scheduler(num_blocks=5, max_model_len=20)
+    begun(scheduler, "b", 7, first=20, priority=1)
+    begun(scheduler, num_prompt=4)
+    scheduler.propose(A, [51] * 8)
+    plan = scheduler.schedule()
+    assert plan.num_preemptions == 0
+    assert [(chunk.state.key.request_id, chunk.draft_ids) for chunk in plan.chunks] == [("a", (51,) * 3), ("b", ())]
+    assert scheduler.pool.num_free == 0, "the last block is for the next token of the other request"
+    scheduler.update(plan, [[51, 51, 7], [50]])
+    scheduler.check()
+
+
+def test_drafts_of_a_preempted_or_cancelled_request_are_forgotten() -> None:
+    scheduler = new_scheduler(num_blocks=4, max_model_len=16)
+    begun(scheduler, priority=1)
+    scheduler.propose(A, [51, 52])
+    scheduler.add(new_request("urgent", 12, first=30))
+    plan, _ = step(scheduler)
+    assert (shape(plan), plan.num_preemptions) == ([("urgent", 0, 12)], 1)
+    scheduler.cancel(RequestKey("urgent", 0))
+    plan, _ = step(scheduler)
+    assert [(chunk.num_tokens, chunk.draft_ids) for chunk in plan.chunks] == [(1, ())], "its first block was still there"
+    scheduler.cancel(A)
+    scheduler.propose(A, [51])
+    assert not scheduler.schedule().chunks
+
+
+def test_tokens_that_nobody_drafted_are_computed_together_in_the_next_step() -> None:
+    scheduler = new_scheduler()
+    begun(scheduler)
+    plan = scheduler.schedule()
+    (progress,) = scheduler.update(plan, [[51, 60, 61, 62]])  # forced tokens behind the drawn one
+    scheduler.check()
+    assert progress.token_ids == (51, 60, 61, 62)
+    (chunk,) = scheduler.schedule().chunks
+    assert (chunk.start, chunk.num_tokens, chunk.is_prefill, chunk.logits) == (5, 4, False, range(8, 9))
+
+
+def test_step_that_fails_forgets_the_drafts_with_their_request() -> None:
+    scheduler = new_scheduler()
+    begun(scheduler)
+    scheduler.propose(A, [51, 52, 53])
+    plan: StepPlan = scheduler.schedule()
+    (progress,) = scheduler.fail_step(plan, "no device")
+    scheduler.check()
+    assert progress.finish_reason is FinishReason.FAILED
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
