@@ -1,0 +1,148 @@
+"""This checkout beside another one: is the engine as fast as it was?
+
+Usage: python -m tests.bench.paired OTHER_CHECKOUT [--pairs 24] [--workloads SINGLE B32 PREFILL] [--set quantization=int8]
+
+Each checkout loads the default model in a process of its own. The two take turns at the same prompts, the first of a pair changing, so
+that a machine whose speed drifts slows both; a pair's ratio is this checkout's tokens per second over the other's. The interval holds
+the mean ratio with 95 % (Student's t over the logarithms). Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import t as student_t
+from tqdm import tqdm
+
+from tests.bench.machine import hardware_line
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VOCABULARY = range(1_000, 40_000)
+"""Ordinary tokens of the default model."""
+
+WORKER = """
+import json, sys, time
+from replicas import LLM, SamplingParams
+llm = LLM(enable_prefix_caching=False, **json.loads(sys.argv[1]))
+print("ready", flush=True)
+for line in sys.stdin:
+    task = json.loads(line)
+    params = SamplingParams(temperature=0.0, max_tokens=task["max_tokens"], ignore_eos=True)
+    start_s = time.perf_counter()
+    llm.generate(task["prompts"], params, use_tqdm=False)
+    print(time.perf_counter() - start_s, flush=True)
+"""
+"""Uses nothing but the offline API, which other checkouts have as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    num_prompts: int
+    num_prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that tokens/s counts: the prompt's where a single token is generated."""
+        return self.num_prompts * (self.num_prompt_tokens if self.max_tokens == 1 else self.max_tokens)
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        """Prompts that no run has seen before; the same for both checkouts."""
+        generator = random.Random(seed)
+        return [[generator.choice(VOCABULARY) for _ in range(self.num_prompt_tokens)] for _ in range(self.num_prompts)]
+
+
+WORKLOADS = {
+    "SINGLE": Workload(num_prompts=1, num_prompt_tokens=32, max_tokens=96),
+    "B8": Workload(num_prompts=8, num_prompt_tokens=32, max_tokens=64),
+    "B32": Workload(num_prompts=32, num_prompt_tokens=32, max_tokens=48),
+    "PREFILL": Workload(num_prompts=1, num_prompt_tokens=1_500, max_tokens=1),
+}
+
+
+class Checkout:
+    """Owns one checkout's process."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        command = [str(REPOSITORY / ".venv" / "bin" / "python"), "-c", WORKER, json.dumps(settings)]
+        self._process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        if self._line() != "ready":
+            raise RuntimeError(f"{folder}: its engine did not load; try `LLM()` there")
+
+    def tokens_per_s(self, workload: Workload, seed: int) -> float:
+        assert self._process.stdin is not None
+        task = {"prompts": workload.prompts(seed), "max_tokens": workload.max_tokens}
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return workload.num_tokens / float(self._line())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline():
+            if line.strip():
+                return line.strip()
+        return ""
+
+
+def interval_of(ratios: list[float]) -> tuple[float, float, float]:
+    """Mean ratio (geometric), and the ends of its 95 % interval."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean, half = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs)) * float(student_t.ppf(0.975, len(logs) - 1))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def _value(text: str) -> Any:
+    """A number or a boolean where it is one, as YAML would read it."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.paired", description=__doc__.splitlines()[0])
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=["SINGLE", "B32", "PREFILL"])
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="engine settings of both")
+    options = parser.parse_args()
+    settings = {key: _value(text) for key, text in (pair.split("=", 1) for pair in options.set)}
+    print(hardware_line(os.cpu_count() or 1), settings or "", flush=True)
+    checkouts = [Checkout(REPOSITORY, settings), Checkout(options.other, settings)]
+    try:
+        for name in options.workloads:
+            workload = WORKLOADS[name]
+            for checkout in checkouts:
+                checkout.tokens_per_s(workload, -1)  # warm-up
+            ours, ratios = [], []
+            for pair in tqdm(range(options.pairs), name, leave=False, disable=not sys.stderr.isatty()):
+                order = (0, 1) if pair % 2 == 0 else (1, 0)
+                found = {index: checkouts[index].tokens_per_s(workload, pair) for index in order}
+                ours.append(found[0])
+                ratios.append(found[0] / found[1])
+            mean, low, high = interval_of(ratios)
+            print(f"{name}: {statistics.median(ours):.1f} tokens/s, ratio {mean:.4f}, 95 % interval {low:.4f} to {high:.4f}", flush=True)
+    finally:
+        for checkout in checkouts:
+            checkout.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
