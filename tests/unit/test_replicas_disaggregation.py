@@ -213,7 +213,7 @@ def test_prefill_engine_that_fails_a_step_leaves_all_to_the_decode_engine(
     pair: CheckedPair, prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = _restarted(pair)
-    monkeypatch.setattr(pair.prefill, "_run", lambda plan: (_ for _ in ()).throw(RuntimeError("a kernel failed")))
+    monkeypatch.setattr(pair.prefill._runner, "forward", lambda step: (_ for _ in ()).throw(RuntimeError("a kernel failed")))
     monkeypatch.setattr("replicas.engine.engine.MAX_FAILED_STEPS", 1_000)
     monkeypatch.setattr(pair.prefill, "_num_failed_steps", 0)  # put back afterwards: the engine serves the next tests
     assert _tokens(run(pair, requests_for(prompts[:4], GREEDY))) == expected[:4]

@@ -20,6 +20,7 @@ from replicas.engine.engine import Engine
 from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.model.native_decoder import NativeDecoder
+from replicas.model.runner import StepResult
 from replicas.native.build import load_native_library, variant_of
 from replicas.native.isa import AVX512_BF16, EMULATED, PLAIN, cpu_flags
 from replicas.native.packing import Element, pack
@@ -189,9 +190,11 @@ def test_load_when_rounded_activations_fail_the_self_check_keeps_them_float32(
 ) -> None:
     whole = NativeDecoder.forward
 
-    def spoiled(decoder: NativeDecoder, step: Any) -> torch.Tensor:
-        logits_NV = whole(decoder, step)
-        return logits_NV + torch.rand_like(logits_NV) * 100 if variant_of(decoder._library).rounds_activations else logits_NV
+    def spoiled(decoder: NativeDecoder, step: Any) -> StepResult:
+        result = whole(decoder, step)
+        if not variant_of(decoder._library).rounds_activations:
+            return result
+        return StepResult(logits_NV=result.logits_NV + torch.rand_like(result.logits_NV) * 100)
 
     monkeypatch.setattr(NativeDecoder, "forward", spoiled)
     with caplog.at_level(logging.WARNING):

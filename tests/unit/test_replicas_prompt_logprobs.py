@@ -146,10 +146,10 @@ def test_logits_that_are_not_finite_fail_the_request_when_its_prompt_is_through(
     steps = iter([True])
 
     def poisoned(step: Any) -> StepResult:
-        result = forward(step)
+        logits_NV = forward(step).logits_NV.clone()
         if next(steps, False):
-            result.logits_NV[3] = math.nan
-        return result
+            logits_NV[3] = math.nan
+        return StepResult(logits_NV=logits_NV)
 
     engine._runner.forward = poisoned
     (failed,) = run(engine, scoring(prompts[:1], SCORE_AND_GO_ON))
