@@ -18,6 +18,7 @@ from replicas.engine_config import Quantization
 from replicas.model.packed_cache import PackedCache
 from replicas.native.memory import HugePageMemory
 from replicas.native.packing import GROUP, Element, PackedLinear, pack, padded
+from replicas.native.structs import check_structs
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 LAYOUT = KVLayout("hdt", "htd")
@@ -125,6 +126,7 @@ class NativeDecoder:
         config = model.config
         if reason := why_not_native(config) or _why_not_layers(calls):
             raise NativeMismatch(reason)
+        check_structs(library, MantaLinear=_Linear, MantaLayer=_Layer, MantaDecoder=_Decoder, MantaStep=_Step)
         self._library = library
         self._kv = kv  # the structs point into it, as into what follows
         self._keep: list[torch.Tensor] = []
