@@ -18,12 +18,11 @@ from replicas.model.native_decoder import why_not_native
 from replicas.model_support import UnsupportedModel, check_supported
 from replicas.native.build import NativeUnavailable, load_native_library, variant_of
 from replicas.native.isa import cpu_flags, runnable
+from replicas.native.packing import FLOAT_ELEMENTS
 from replicas.sharding.collectives import RankGroup
 from replicas.sharding.sharded_model import LoadedPart, load_part
 
 logger = logging.getLogger(__name__)
-
-NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,7 @@ def choose_model(config: EngineConfig) -> ModelChoice:
     device = resolve_device(config.device)
     native_library = _native_library(config, hf_config, device)
     dtype, reason = resolve_dtype(config.dtype, getattr(hf_config, "dtype", None), device, is_native=native_library is not None)
-    if native_library is not None and dtype not in NATIVE_DTYPES:
+    if native_library is not None and dtype not in FLOAT_ELEMENTS:
         if config.quantization is not None:
             raise ValueError(f"quantization {config.quantization!r} needs dtype float32 or bfloat16, not {config.dtype}")
         native_library = None

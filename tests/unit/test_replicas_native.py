@@ -20,6 +20,8 @@ from kvcache.tensors import KVTensors
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig
+from replicas.linear.dense import Dense
+from replicas.linear.quantize_at_load import QuantizeAtLoad
 from replicas.model import native_decoder
 from replicas.model.native_decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, why_not_native
 from replicas.model.runner import kv_groups, probe_layers
@@ -172,9 +174,10 @@ def test_quantized_decoder_equals_transformers_over_the_weights_it_stands_for(
     ids = torch.tensor([sequence])
     with torch.inference_mode():
         exact = model(ids).logits[0, -1]
+    method = QuantizeAtLoad(stored=Dense(), quantization=quantization)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.weight.data = unpack(pack(module.weight.data, element))
+            module.weight.data = method.weight({"weight": module.weight.data})
             module.register_forward_pre_hook(lambda module, inputs: (as_multiplied(inputs[0], element, variant_of(library)),))
     with torch.inference_mode():
         theirs = model(ids).logits[0, -1]
