@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Linear, Parameter
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from replicas.linear.division import ParameterSlice
+from replicas.linear.formats import Format, stored_format
+from replicas.linear.modules import StoredLinear
 from replicas.model_support import UnsupportedModel
 from replicas.sharding.checkpoint import Checkpoint
 
@@ -19,10 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_empty(config: Any, source: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, Checkpoint]:
-    """The model with its shapes and buffers, but no memory for its parameters, and the checkpoint that fills it. The checkpoint is
-    not opened yet."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(f"model type {config.model_type!r} has quantised weights; set tensor_parallel_size to 1")
+    """The model with its shapes and buffers, but no memory for its parameters, and the checkpoint that fills it. Linears are modules of
+    the checkpoint's format. A dense checkpoint is not opened yet."""
+    stored = stored_format(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
@@ -39,9 +42,29 @@ def build_empty(config: Any, source: str, dtype: torch.dtype, trust_remote_code:
         if any(bool(module.get_buffer(name).isnan().any()) for name in buffers):
             raise UnsupportedModel(
                 f"model type {config.model_type!r}: {type(module).__name__} does not say how to make its buffers; "
-                f"set tensor_parallel_size to 1"
+                f"{'set tensor_parallel_size to 1' if stored is None else 'load the unquantized checkpoint'}"
             )
-    return model.eval().requires_grad_(False), Checkpoint(source, model.base_model_prefix, is_dense=True)
+    checkpoint = Checkpoint(source, model.base_model_prefix, is_dense=stored is None)
+    if stored is not None:
+        _store(model, checkpoint, stored)
+    return model.eval().requires_grad_(False), checkpoint
+
+
+def _store(model: PreTrainedModel, checkpoint: Checkpoint, stored: Format) -> None:
+    """Puts modules of the format in the place of linears that are stored in it."""
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, Linear | Conv1D):
+            continue
+        method = stored(name, partial(_has, checkpoint, name))
+        if method is not None:
+            try:
+                model.set_submodule(name, StoredLinear(method, module))
+            except ValueError as error:
+                raise UnsupportedModel(f"model type {model.config.model_type!r}: {name}: {error}") from error
+
+
+def _has(checkpoint: Checkpoint, module_name: str, tensor_name: str) -> bool:
+    return checkpoint.has(f"{module_name}.{tensor_name}")
 
 
 def fill(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device, slices: Mapping[str, ParameterSlice]) -> None:

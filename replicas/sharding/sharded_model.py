@@ -78,6 +78,13 @@ def load_part(
     )
 
 
+def load_whole(config: Any, source: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+    """The model on one rank, read in the checkpoint's own format. Raises UnsupportedModel."""
+    model, checkpoint = build_empty(config, source, dtype, trust_remote_code)
+    fill(model, checkpoint, device, {})
+    return model
+
+
 def _localize(attention: Module, share: RankShare) -> None:
     """Attention modules that read sizes from themselves or their configuration see those of this rank."""
     config: Any = copy.copy(attention.config)

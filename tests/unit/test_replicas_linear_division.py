@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
+from replicas.engine.engine import Engine
+from replicas.engine_config import EngineConfig
 from replicas.linear.division import Indivisible, LinearPart, ParameterSlice, divide, unit
+from replicas.linear.formats import FORMATS
 from replicas.linear.method import Axis, LinearMethod, StoredTensor
 from replicas.linear.modules import StoredLinear
+from replicas.sampling_params import SamplingParams
 from replicas.sharding.partition import partition
 from replicas.sharding.sharding import ShardingPlan
-from tests.tiny_models import SIZES
+from tests.engine_harness import requests_for, run
+from tests.rank_threads import ThreadLauncher
+from tests.tiny_models import SIZES, generated_by_transformers, tiny_prompts
 
 GROUP = 32
 
@@ -171,3 +180,44 @@ def test_size_that_splits_a_group_is_refused_with_the_layer_and_the_sizes_that_w
     )
     with pytest.raises(ValueError, match=message):
         ShardingPlan.of(_meta_model(), 3)
+
+
+@pytest.mark.usefixtures("same_torch_threads")
+@pytest.mark.parametrize("is_act_order", [False, True])
+def test_word_codes_at_two_ranks_equal_the_floats_they_stand_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_act_order: bool
+) -> None:
+    method = WordCodes(is_act_order)
+    monkeypatch.setitem(FORMATS, "words", lambda config: lambda name, has: method if has("qweight") else None)
+    generator = torch.Generator().manual_seed(5)
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(SHAPE)
+    tensors = {key: value.clone() for key, value in model.state_dict().items()}
+    for name, module in model.model.named_modules(prefix="model"):
+        if isinstance(module, Linear):
+            num_groups = module.in_features // GROUP
+            q_KN = torch.randint(0, 16, (module.in_features, module.out_features), generator=generator)
+            z_GN = torch.randint(5, 11, (num_groups, module.out_features), generator=generator)
+            s_GN = torch.rand(num_groups, module.out_features, generator=generator) * 0.05
+            group_K = torch.arange(module.in_features) // GROUP
+            if is_act_order:
+                group_K = group_K[torch.randperm(module.in_features, generator=generator)]
+                tensors[f"{name}.g_idx"] = group_K.to(torch.int32)
+            module.weight.data = ((q_KN - z_GN[group_K]) * s_GN[group_K]).T.contiguous()
+            del tensors[f"{name}.weight"]
+            tensors |= {f"{name}.qweight": _words(q_KN, 0), f"{name}.qzeros": _words(z_GN, 1), f"{name}.scales": s_GN}
+    model.save_pretrained(tmp_path / "plain")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "words"}}))
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    engine = Engine.load(
+        EngineConfig(model=str(tmp_path), dtype="float32", kv_cache_bytes=1 << 20, num_threads=1, tensor_parallel_size=2),
+        ThreadLauncher(),
+    )
+    try:
+        assert engine.description.runner == "native"
+        answers = run(engine, requests_for(tiny_prompts(), greedy))
+    finally:
+        engine.close()
+    assert [one.token_ids for one in answers] == generated_by_transformers(tmp_path / "plain", tiny_prompts(), 12)
