@@ -13,9 +13,9 @@ class UnsupportedModel(ValueError):
 
 
 def check_supported(config: Any) -> None:
-    """Refuses by name what paged causal attention cannot reproduce. `config` is a transformers PreTrainedConfig.
+    """Raises UnsupportedModel for a model that paged causal attention cannot reproduce. `config` is a transformers PreTrainedConfig.
 
-    What the configuration does not show, a self-check after loading does (`engine_loader`).
+    A self-check after loading (`engine.loader`) finds differences that the configuration does not show.
     """
     text = config.get_text_config(decoder=True)
     name = f"model type {config.model_type!r}"
@@ -34,6 +34,6 @@ def check_supported(config: Any) -> None:
 
 
 def _rope_types(parameters: dict[str, Any]) -> list[str]:
-    """Of one set of rope parameters, or of a mapping from layer type to such sets."""
+    """The types in one set of rope parameters, or in a mapping from layer type to such sets."""
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return [str(p.get("rope_type") or p.get("type")) for p in (nested or [parameters])]

@@ -29,6 +29,7 @@ LLAMA3_ROPE = {
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "llama-untied": LlamaConfig(**{**SIZES, "vocab_size": 100, "intermediate_size": 56}, attention_bias=True, tie_word_embeddings=False),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
     "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen3": Qwen3Config(**SIZES),
@@ -38,7 +39,7 @@ CONFIGS = {
     "gpt2": GPT2Config(vocab_size=128, n_embd=32, n_layer=3, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2),
     "phi3": Phi3Config(**{key: value for key, value in SIZES.items() if key != "head_dim"}, sliding_window=9),
 }
-NATIVE_FAMILIES = ("llama", "llama-untied", "llama3-rope", "qwen2", "qwen3", "mistral")
+NATIVE_FAMILIES = ("llama", "llama-untied", "llama-tied", "llama3-rope", "qwen2", "qwen3", "mistral")
 
 
 def save_tiny_model(name: str, folder: Path) -> Path:

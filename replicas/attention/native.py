@@ -9,6 +9,7 @@ import torch
 from kvcache.spec import KVLayout
 from replicas.attention.backend import LayerCall
 from replicas.attention.step_tensors import StepTensors
+from replicas.native.structs import check_structs
 
 _POINTERS = ("query", "key", "value", "out", "k_cache", "v_cache", "tables", "query_starts", "context_lens", "slots")
 _SIZES = (
@@ -18,7 +19,7 @@ _SIZES = (
 
 
 class _Args(ctypes.Structure):
-    """Mirrors MantaAttentionArgs in replicas/native/attention.cpp, field by field."""
+    """Mirrors MantaAttentionArgs in replicas/native/kernels.cpp, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -36,9 +37,9 @@ class NativeAttention:
     name = "native"
     layout = KVLayout("hdt", "htd")
     is_recordable = False
-    dtypes = (torch.float32, torch.bfloat16)
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        check_structs(library, MantaAttentionArgs=_Args)
         self._call = library.manta_paged_attention
         self._call.argtypes, self._call.restype = [ctypes.POINTER(_Args)], None
 

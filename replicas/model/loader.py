@@ -13,17 +13,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from replicas.engine_config import EngineConfig, Quantization
+from replicas.linear.formats import stored_format
 from replicas.model.default_model import prepare_default_model
 from replicas.model.native_decoder import why_not_native
 from replicas.model_support import UnsupportedModel, check_supported
 from replicas.native.build import NativeUnavailable, load_native_library, variant_of
 from replicas.native.isa import cpu_flags, runnable
+from replicas.native.packing import FLOAT_ELEMENTS
 from replicas.sharding.collectives import RankGroup
-from replicas.sharding.sharded_model import LoadedPart, load_part
+from replicas.sharding.sharded_model import LoadedPart, load_part, load_whole
 
 logger = logging.getLogger(__name__)
-
-NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,17 @@ class ModelChoice:
     device: torch.device
     native_library: ctypes.CDLL | None
     """The kernels that can run this model's whole step, if they can."""
+    is_quantized: bool
+    """Linears of the checkpoint have a format of another quantizer."""
 
     def rounds_activations(self, quantization: Quantization | None) -> bool:
-        """Whether steps with weights in `dtype`, or quantized, compute with rounded activations."""
+        """Whether steps compute with rounded activations, the weights as the checkpoint has them or quantized at load."""
         if self.native_library is None or self.dtype is not torch.bfloat16:
             return False
         variant = variant_of(self.native_library)
-        return variant.rounds_for_bfloat16 if quantization is None else variant.rounds_for_quantized
+        if quantization is not None:
+            return variant.rounds_for_quantized
+        return variant.rounds_activations if self.is_quantized else variant.rounds_for_bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,7 @@ class LoadedModel:
     max_positions: int | None
     eos_token_ids: frozenset[int]
     part: LoadedPart | None
-    """What this rank holds; None when that is everything."""
+    """This rank's part; None on one rank, which holds everything."""
 
     @property
     def source(self) -> str:
@@ -81,14 +85,15 @@ def choose_model(config: EngineConfig) -> ModelChoice:
     source = str(prepare_default_model()) if config.model is None else _expanded(config.model)
     hf_config = _load_config(source, config.trust_remote_code)
     check_supported(hf_config)
+    is_quantized = stored_format(hf_config) is not None
     device = resolve_device(config.device)
     native_library = _native_library(config, hf_config, device)
     dtype, reason = resolve_dtype(config.dtype, getattr(hf_config, "dtype", None), device, is_native=native_library is not None)
-    if native_library is not None and dtype not in NATIVE_DTYPES:
+    if native_library is not None and dtype not in FLOAT_ELEMENTS:
         if config.quantization is not None:
             raise ValueError(f"quantization {config.quantization!r} needs dtype float32 or bfloat16, not {config.dtype}")
         native_library = None
-    if native_library is not None and config.quantization is not None and dtype is torch.float32:
+    if native_library is not None and (is_quantized or config.quantization is not None) and dtype is torch.float32:
         native_library = _native_library(replace(config, round_activations=False), hf_config, device)
     logger.info("dtype %s on %s: %s", str(dtype).removeprefix("torch."), device, reason)
     return ModelChoice(
@@ -98,6 +103,7 @@ def choose_model(config: EngineConfig) -> ModelChoice:
         dtype=dtype,
         device=device,
         native_library=native_library,
+        is_quantized=is_quantized,
     )
 
 
@@ -123,6 +129,8 @@ def load_model(choice: ModelChoice, group: RankGroup) -> LoadedModel:
 
 
 def _load_whole(choice: ModelChoice) -> PreTrainedModel:
+    if choice.is_quantized:
+        return load_whole(choice.hf_config, choice.source, choice.dtype, choice.device, choice.trust_remote_code)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             choice.source, dtype=choice.dtype, trust_remote_code=choice.trust_remote_code, attn_implementation="eager"

@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from kvcache.spec import KVLayout
@@ -16,16 +17,18 @@ from kvcache.tensors import KVTensors
 from replicas.attention.backend import LayerCall
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine_config import Quantization
-from replicas.model.packed_cache import PackedCache
+from replicas.linear.method import LinearMethod
+from replicas.linear.modules import features, free, joined_bias, method_of, stored_tensors
+from replicas.linear.packed_cache import PackedCache
+from replicas.linear.quantize_at_load import QuantizeAtLoad
 from replicas.model.runner import StepResult
 from replicas.native.memory import HugePageMemory
-from replicas.native.packing import GROUP, Element, PackedLinear, pack, padded
+from replicas.native.packing import GROUP, PackedLinear, padded
+from replicas.native.structs import check_structs
 from replicas.scheduling.step_arrays import HiddenRows
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 LAYOUT = KVLayout("hdt", "htd")
-ELEMENTS = {torch.float32: Element.FLOAT32, torch.bfloat16: Element.BFLOAT16}
-QUANTIZED: Mapping[Quantization, Element] = {"int8": Element.INT8, "int4": Element.INT4}
 
 
 class Segment(IntEnum):
@@ -119,7 +122,7 @@ class NativeDecoder:
     Weights and KV are float32 or bfloat16, activations and all sums float32, so bfloat16 needs no hardware for it; a variant of
     the kernels that has the hardware rounds what these or quantized weights multiply (`InstructionSet`). With a
     quantization the weights of all linears are integers instead. A row's logits are the same to the bit whatever else is in the
-    step. The plain twin is `model_runner.TransformersRunner`, over weights that `packing.unpack` gives.
+    step. The plain twin is `model.runner.TransformersRunner`, over the weights that `LinearMethod.weight` gives.
     """
 
     def __init__(
@@ -137,28 +140,25 @@ class NativeDecoder:
         config = model.config
         if reason := why_not_native(config) or _why_not_layers(calls):
             raise NativeMismatch(reason)
+        check_structs(library, MantaLinear=_Linear, MantaLayer=_Layer, MantaDecoder=_Decoder, MantaStep=_Step)
         self._library = library
         self._kv = kv  # the structs point into it, as into what follows
         self._keep: list[torch.Tensor] = []
         self._memory = HugePageMemory()
-        self._element = ELEMENTS[model.dtype] if quantization is None else QUANTIZED[quantization]
-        self._cache = cache if self._element.is_quantized else None
+        self._dtype, self._quantization, self._cache = model.dtype, quantization, cache
         self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = model.model.rotary_emb
         self._cos_PD = self._sin_PD = torch.empty(0)
         call = calls[0]
-        head = model.lm_head.weight
         embedding = model.model.embed_tokens.weight.detach()
         self._keep.append(embedding)
-        self._head_dim, self._vocab_size = call.k_dim, head.shape[0]
-        intermediate_size = model.model.layers[0].mlp.down_proj.weight.shape[1]
+        self._vocab_size, _ = features(model.lm_head)
+        _, intermediate_size = features(model.model.layers[0].mlp.down_proj)
         layers = (_Layer * len(calls))()
         for index, (to, layer) in enumerate(zip(layers, model.model.layers, strict=True)):
             self._fill_layer(to, f"layers.{index}", layer, calls[index], kv.layer(index))
-        self._lm_head = self._linear("lm_head", [head.detach()], [None])
-        if head is not model.model.embed_tokens.weight:
-            model.lm_head.weight = None
-        if self._cache is not None:
-            self._cache.save()
+        lm_head = self._linear("lm_head", model.lm_head)
+        if cache is not None:
+            cache.save()
         self._layers = layers
         self._max_wide = max(padded(x.num_outputs) for layer in layers for x in (layer.qkv, layer.gate_up))
         self._max_narrow = max(x.num_k for layer in layers for x in (layer.out, layer.down))
@@ -168,7 +168,7 @@ class NativeDecoder:
         self._decoder = _Decoder(
             embedding=embedding.data_ptr(),
             final_norm=self._hold(self._final_norm_H),
-            lm_head=self._lm_head,
+            lm_head=lm_head,
             layers=layers,
             num_layers=len(layers),
             hidden_size=config.hidden_size,
@@ -276,27 +276,27 @@ class NativeDecoder:
         to.post_norm = self._floats(layer.post_attention_layernorm.weight)
         if hasattr(attention, "q_norm"):
             to.q_norm, to.k_norm = self._floats(attention.q_norm.weight), self._floats(attention.k_norm.weight)
-        to.qkv = self._fused(f"{name}.qkv", attention.q_proj, attention.k_proj, attention.v_proj)
-        to.out = self._fused(f"{name}.out", attention.o_proj)
-        to.gate_up = self._fused(f"{name}.gate_up", mlp.gate_proj, mlp.up_proj)
-        to.down = self._fused(f"{name}.down", mlp.down_proj)
+        to.qkv = self._linear(f"{name}.qkv", attention.q_proj, attention.k_proj, attention.v_proj)
+        to.out = self._linear(f"{name}.out", attention.o_proj)
+        to.gate_up = self._linear(f"{name}.gate_up", mlp.gate_proj, mlp.up_proj)
+        to.down = self._linear(f"{name}.down", mlp.down_proj)
         to.k_cache, to.v_cache = kv[0].data_ptr(), kv[1].data_ptr()
         to.window = call.window or 0
 
-    def _fused(self, name: str, *modules: Any) -> _Linear:
-        linear = self._linear(name, [module.weight.detach() for module in modules], [module.bias for module in modules])
+    def _linear(self, name: str, *modules: Module) -> _Linear:
+        """The modules as one, the outputs of each after those of the one before; takes their weights over."""
+        stored, *others = {method_of(module) for module in modules}
+        if others:
+            raise NativeMismatch(f"{name} joins linears of different formats")
+        method: LinearMethod = stored
+        if self._quantization is not None:
+            method = QuantizeAtLoad(stored=stored, quantization=self._quantization, cache=self._cache)
+        packed = method.pack(name, [stored_tensors(module) for module in modules], self._dtype)
+        bias_N = joined_bias(modules)
+        linear = as_struct(packed, self._hold, None if bias_N is None else self._floats(bias_N))
         for module in modules:
-            module.weight = None
+            free(module)
         return linear
-
-    def _linear(self, name: str, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> _Linear:
-        weight_NK = torch.cat(weights) if len(weights) > 1 else weights[0]
-        bias = None
-        if any(b is not None for b in biases):
-            parts = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
-            bias = self._floats(torch.cat([p.detach() for p in parts]))
-        packed = pack(weight_NK, self._element) if self._cache is None else self._cache.linear(name, weight_NK, self._element)
-        return as_struct(packed, self._hold, bias)
 
     def _floats(self, tensor: torch.Tensor) -> int:
         return self._hold(tensor.detach().float().contiguous())
@@ -334,7 +334,7 @@ class SegmentedDecoder(NativeDecoder):
         self._add_up_embedding(_floats_at(step.hidden, step.num_tokens, self._decoder.hidden_size))
 
     def _add_up_embedding(self, hidden_TH: torch.Tensor) -> None:
-        """What is to do when a rank holds a part of the table: nothing here."""
+        """For ranks that hold a part of the table; here it is whole."""
 
     def _complete_delta(self, step: _Step) -> None:
         self._all_reduce(self._delta_TW)

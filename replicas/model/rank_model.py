@@ -12,12 +12,12 @@ from kvcache.tensors import KVTensors, bytes_per_token
 from replicas.attention.backend import AttentionBackend, LayerCall
 from replicas.attention.selection import select_backend
 from replicas.engine_config import EngineConfig
+from replicas.linear.packed_cache import PackedCache, content_key
 from replicas.model.cuda_graphs import CudaCapture, DecodeShape, GraphCapture, graphed
 from replicas.model.kv_sizing import KVSize, cpu_budget_bytes, size_kv
 from replicas.model.loader import LoadedModel
 from replicas.model.native_decoder import LAYOUT, NativeDecoder
 from replicas.model.native_shard import ShardedDecoder
-from replicas.model.packed_cache import PackedCache, content_key
 from replicas.model.runner import ModelRunner, TransformersRunner, kv_groups, probe_layers
 from replicas.sharding.collectives import RankGroup
 

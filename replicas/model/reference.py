@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
-from torch.nn import Module, ModuleList, Parameter
+from torch.nn import Module, ModuleList
 from transformers import PreTrainedModel
 
 from replicas.model.loader import ModelChoice
 from replicas.model.runner import transformers_logits
 from replicas.sharding.checkpoint import Checkpoint
-from replicas.sharding.sharded_model import build_empty, place_buffers
+from replicas.sharding.empty_model import build_empty, place_buffers, read_parameter
 
 
 def streamed_logits(choice: ModelChoice, token_ids_T: Tensor) -> Tensor:
     """Logits [T, V] of one whole sequence by undivided modules of transformers. Holds at most one layer's weights at a time."""
-    model = build_empty(choice.hf_config, choice.dtype, choice.trust_remote_code)
-    checkpoint = Checkpoint(choice.source, model.base_model_prefix)
+    model, checkpoint = build_empty(choice.hf_config, choice.source, choice.dtype, choice.trust_remote_code)
     place_buffers(model, checkpoint, choice.device)
     for unit in _units(model):
-        _stream(unit, model, checkpoint, choice)
+        _stream(unit, model, checkpoint, choice.device)
     return transformers_logits(model, token_ids_T)
 
 
@@ -32,7 +33,7 @@ def _units(model: PreTrainedModel) -> list[Module]:
     return [*(layer for layer in layers if id(layer) not in nested), *others]
 
 
-def _stream(unit: Module, model: PreTrainedModel, checkpoint: Checkpoint, choice: ModelChoice) -> None:
+def _stream(unit: Module, model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places = [
         (module, key, names[id(parameter)], parameter)
@@ -41,8 +42,8 @@ def _stream(unit: Module, model: PreTrainedModel, checkpoint: Checkpoint, choice
     ]
 
     def read(*_: object) -> None:
-        for module, key, name, _empty in places:
-            setattr(module, key, Parameter(checkpoint.read(name, choice.dtype, choice.device), requires_grad=False))
+        for module, key, name, empty in places:
+            setattr(module, key, read_parameter(checkpoint, name, empty, device))
 
     def drop(*_: object) -> None:
         for module, key, _name, empty in places:
@@ -54,12 +55,11 @@ def _stream(unit: Module, model: PreTrainedModel, checkpoint: Checkpoint, choice
 
 def checkpoint_values(choice: ModelChoice, count: int) -> list[tuple[str, tuple[int, ...], Tensor]]:
     """Name, shape and first `count` values of every parameter in the order of names, as if the whole model had been loaded."""
-    model = build_empty(choice.hf_config, choice.dtype, choice.trust_remote_code)
-    checkpoint = Checkpoint(choice.source, model.base_model_prefix)
+    model, checkpoint = build_empty(choice.hf_config, choice.source, choice.dtype, choice.trust_remote_code)
     found = []
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
-        shape = tuple(parameter.shape)
-        num_rows = -(-count // max(1, parameter[0].numel()))
-        first = checkpoint.read(name, choice.dtype, torch.device("cpu"), 0, [range(min(num_rows, shape[0]))])
+        shape = checkpoint.shape(name)
+        rows = [range(min(-(-count // max(1, math.prod(shape[1:]))), shape[0]))] if shape else None
+        first = checkpoint.read(name, parameter.dtype, torch.device("cpu"), 0, rows)
         found.append((name, shape, first.flatten()[:count]))
     return found

@@ -1,9 +1,12 @@
-// The C interface of the CPU kernels. Python mirrors each struct field by field (replicas/attention/native.py and
-// replicas/model/native_decoder.py); all memory belongs to the caller, who also keeps the pointers valid for the call.
+// The C interface of the CPU kernels. Python mirrors each struct field by field (replicas/attention/native.py,
+// replicas/sampling/native_draw.py and replicas/model/native_decoder.py); all memory belongs to the caller, who also keeps the pointers
+// valid for the call.
 
 #include "attention.h"
 #include "decoder.h"
 #include "sampling.h"
+
+#include <cstring>
 
 namespace {
 
@@ -34,6 +37,21 @@ struct MantaAttentionArgs {
     float scale, softcap;
     int32_t num_threads, is_bfloat16;
 };
+
+// sizeof of a struct that Python mirrors; -1 when there is none of that name.
+int64_t manta_struct_size(const char* name) {
+    static const struct {
+        const char* name;
+        int64_t num_bytes;
+    } sizes[] = {
+        {"MantaAttentionArgs", sizeof(MantaAttentionArgs)}, {"MantaDrawSettings", sizeof(MantaDrawSettings)},
+        {"MantaLinear", sizeof(MantaLinear)},               {"MantaLayer", sizeof(MantaLayer)},
+        {"MantaDecoder", sizeof(MantaDecoder)},             {"MantaStep", sizeof(MantaStep)},
+    };
+    for (const auto& one : sizes)
+        if (std::strcmp(one.name, name) == 0) return one.num_bytes;
+    return -1;
+}
 
 // Writes this step's keys and values of one layer, then attends over everything the block tables name.
 void manta_paged_attention(const MantaAttentionArgs* a) {

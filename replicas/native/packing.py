@@ -2,8 +2,8 @@
 
 The layout is that of packed_weight.h: panels of 16 outputs, in each of them words of 32 bits with neighbouring inputs of one output;
 of eight int4 the first four are the lower halves of the bytes.
-Quantization is asymmetric in groups of 32 inputs, by rounding to nearest: no calibration data. `unpack` is the plain reference that
-tests compare with.
+Quantization is asymmetric in groups of 32 inputs, by rounding to nearest: no calibration data. Codes that are there already are packed
+as they are. `unpack` is the plain reference that tests compare with.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class Element(IntEnum):
         return (32, 16, 8, 4)[self]
 
 
+FLOAT_ELEMENTS = {torch.float32: Element.FLOAT32, torch.bfloat16: Element.BFLOAT16}
+"""Those of weights that keep their dtype."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
     """One linear's weights [N, K] in panels."""
@@ -80,6 +84,17 @@ def pack(weight_NK: Tensor, element: Element) -> PackedLinear:
     )
 
 
+def pack_codes(u_NK: Tensor, scale_NG: Tensor, least_NG: Tensor, units_N: Tensor, element: Element) -> PackedLinear:
+    """Weights units_N * (scale_NG * u_NK + least_NG), exactly: u uint8 and below 16 for int4, scale and least whole numbers of 16 bits
+    with a sign, G groups of 32 inputs of which the last may be short."""
+    num_outputs, num_k = u_NK.shape
+    rows = -num_outputs % PANEL
+    u_NGK = pad(u_NK, (0, -num_k % GROUP, 0, rows)).view(num_outputs + rows, -1, GROUP)
+    panels_PW = _group_panels(u_NGK, pad(scale_NG, (0, 0, 0, rows)), pad(least_NG, (0, 0, 0, rows)), element.bits)
+    units_N = pad(units_N.float(), (0, rows))
+    return PackedLinear(element=element, panels_PW=panels_PW, units_N=units_N, num_outputs=num_outputs, num_k=num_k)
+
+
 def unpack(packed: PackedLinear) -> Tensor:
     """The weights [N, K] that the panels stand for, as float32."""
     num_panels = packed.panels_PW.shape[0]
@@ -104,7 +119,7 @@ def unpack(packed: PackedLinear) -> Tensor:
 
 def _pack_rows(weight_NK: Tensor, element: Element) -> tuple[Tensor, Tensor | None]:
     num_outputs, num_k = weight_NK.shape
-    weight_NK = pad(weight_NK, (0, -num_k % element.k_multiple, 0, -num_outputs % PANEL))
+    weight_NK = pad(weight_NK, (0, -num_k % element.k_multiple, 0, -num_outputs % PANEL)).contiguous()
     if element.is_quantized:
         return _quantize(weight_NK.float(), element.bits)
     return _panels(weight_NK, element.k_multiple).view(torch.int32).flatten(1), None
@@ -125,13 +140,19 @@ def _quantize(weight_NK: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     least_NG = weight_NGK.amin(-1).round_()
     scale_NG = ((weight_NGK.amax(-1) - least_NG) / most).ceil_().clamp_(min=1)  # rounded down, it would not reach the largest
     u_NGK = ((weight_NGK - least_NG[..., None]) / scale_NG[..., None]).round_().clamp_(0, most).to(torch.uint8)
+    return _group_panels(u_NGK, scale_NG, least_NG, bits), units_N
+
+
+def _group_panels(u_NGK: Tensor, scale_NG: Tensor, least_NG: Tensor, bits: int) -> Tensor:
+    """In each panel, after the words of a group its scales and leasts."""
+    num_outputs = u_NGK.shape[0]
     if bits == 4:
         first, last = u_NGK.view(*u_NGK.shape[:-1], -1, 2, 4).unbind(-2)
         u_NGK = (first | last << 4).flatten(-2)
     words_PGW = _panels(u_NGK.view(num_outputs, -1), 4).view(torch.int32).view(num_outputs // PANEL, least_NG.shape[1], -1)
     terms_NG2 = torch.stack([scale_NG, least_NG], -1).to(torch.int16)
     terms_PGW = _panels(terms_NG2.flatten(1), 2).view(torch.int32).flatten(2)
-    return torch.cat([words_PGW, terms_PGW], -1).flatten(1), units_N
+    return torch.cat([words_PGW, terms_PGW], -1).flatten(1)
 
 
 def _with_halves_apart(bytes_: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from replicas.ranks.rank_transfers import RankTransfers
 from replicas.ranks.ranks import Ranks, RankStartError
 from replicas.ranks.step_message import encode_step
 from replicas.sharding.collectives import Backend, ProcessGroup
-from replicas.sharding.sharded_model import build_empty
+from replicas.sharding.empty_model import build_empty
 from replicas.sharding.sharding import ShardingPlan
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ class Leader:
         """Starts the ranks, which load while rank 0 does. Raises UnsupportedModel or ValueError before anything starts for
         what cannot be divided, RankStartError when a rank does not come."""
         size = config.tensor_parallel_size
-        ShardingPlan.of(build_empty(choice.hf_config, choice.dtype, choice.trust_remote_code), size)
+        model, _ = build_empty(choice.hf_config, choice.source, choice.dtype, choice.trust_remote_code)
+        ShardingPlan.of(model, size)
         backend = _backend(config, choice.device, launcher)
         deadline_s = config.parallel.init_deadline_s
         self._ranks = Ranks(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from replicas.native.structs import check_structs
 from replicas.sampling.philox import uniforms
 from replicas.sampling.sampling_state import SamplingState
 
@@ -15,6 +16,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, 2.0**126
 
 
 class _Settings(ctypes.Structure):
+    """Mirrors MantaDrawSettings in replicas/native/sampling.h, field by field."""
+
     _fields_ = [
         ("temperature", ctypes.c_float),
         ("min_p", ctypes.c_float),
@@ -28,6 +31,7 @@ class NativeDraw:
     """Temperature, top_k, top_p, min_p and the inverse CDF for many rows. The plain reference is in `replicas.sampling.sampler`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        check_structs(library, MantaDrawSettings=_Settings)
         self._call = library.manta_draw
         self._argmax = library.manta_argmax
 

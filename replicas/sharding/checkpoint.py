@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,22 @@ import torch
 from safetensors import safe_open
 from transformers.utils import cached_file
 
+from replicas.linear.method import name_in_checkpoint
 from replicas.model_support import UnsupportedModel
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """Owns the open files of one folder or Hugging Face id. Names are those of the checkpoint or of the model."""
+    """Owns the open files of one folder or Hugging Face id; they are looked for when the first tensor is. Names are those of the
+    checkpoint or of parameters of the model. Without safetensors every method raises UnsupportedModel."""
 
-    def __init__(self, source: str, prefix: str = "") -> None:
-        """`prefix` is the model's base name: some checkpoints leave it out. Raises UnsupportedModel without safetensors."""
+    def __init__(self, source: str, prefix: str, *, is_dense: bool) -> None:
+        """`prefix` is the model's base name: some checkpoints leave it out. transformers can load a dense one on one rank."""
+        self.source = source
+        self._way_out = "save it with save_pretrained" + (", or set tensor_parallel_size to 1" if is_dense else "")
         self._prefix = f"{prefix}."
         self._files: dict[Path, Any] = {}
-        self._places = self._find(source)  # tensor name -> file
 
     def has(self, name: str) -> bool:
         return self._stored_name(name) is not None
@@ -41,7 +45,10 @@ class Checkpoint:
         parts = [part[span.start : span.stop] if dim == 0 else part[:, span.start : span.stop] for span in ranges]
         return (torch.cat(parts, dim) if len(parts) > 1 else parts[0]).to(device, dtype).contiguous()
 
-    def _find(self, source: str) -> dict[str, Path]:
+    @cached_property
+    def _places(self) -> dict[str, Path]:
+        """Tensor name -> file."""
+        source = self.source
         index = _path_of(source, INDEX)
         if index is not None:
             by_file: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -51,10 +58,7 @@ class Checkpoint:
             return {name: path for name, file in by_file.items() if (path := paths[file]) is not None}
         single = _path_of(source, SINGLE)
         if single is None:
-            raise UnsupportedModel(
-                f"cannot load {source} in parts: it has neither {SINGLE} nor {INDEX}; save it with save_pretrained, or set "
-                f"tensor_parallel_size to 1"
-            )
+            raise UnsupportedModel(f"cannot load {source} in parts: it has neither {SINGLE} nor {INDEX}; {self._way_out}")
         return dict.fromkeys(self._open(single).keys(), single)
 
     def _open(self, path: Path) -> Any:
@@ -63,16 +67,14 @@ class Checkpoint:
         return self._files[path]
 
     def _stored_name(self, name: str) -> str | None:
+        name = name_in_checkpoint(name)
         candidates = (name, name.removeprefix(self._prefix), self._prefix + name)
         return next((candidate for candidate in candidates if candidate in self._places), None)
 
     def _require(self, name: str) -> str:
         stored = self._stored_name(name)
         if stored is None:
-            raise UnsupportedModel(
-                f"cannot load in parts: the checkpoint has no tensor {name}; save the model again with save_pretrained, or set "
-                f"tensor_parallel_size to 1"
-            )
+            raise UnsupportedModel(f"cannot load {self.source} in parts: the checkpoint has no tensor {name}; {self._way_out}")
         return stored
 
     def _slice(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the ranks of a replica say to each other inside a forward pass, over a process group of their own."""
+"""Collectives of a replica's ranks inside a forward pass, over a process group of their own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RankGroup(Protocol):
 
 
 class Alone:
-    """A replica on one device: nothing to say to anybody."""
+    """A replica of one rank: every collective is the identity."""
 
     rank, size = 0, 1
 
@@ -90,7 +90,7 @@ class ProcessGroup:
         self.least(0)  # connects: NCCL does so at its first call, and what is wrong should show at start
 
     def set_deadline(self, deadline_s: float) -> None:
-        """Of every later call."""
+        """Sets the deadline of every later call."""
         self._group._set_default_timeout(timedelta(seconds=deadline_s))
 
     def all_reduce(self, data: Tensor) -> Tensor:

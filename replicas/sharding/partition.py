@@ -6,6 +6,7 @@ attention gets more of the MLP and of the vocabulary, so that all hold, and read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,27 +16,31 @@ COLUMN_UNIT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What can be divided, and the weights (elements, over all layers) that each piece takes along."""
+    """The pieces of a model that can be divided, and the bytes of weights (over all layers) that each takes along."""
 
     num_heads: int
     num_kv_heads: int
     num_columns: int
     vocab_size: int
-    weights_per_head: int
-    weights_per_kv_head: int
-    weights_per_column: int
-    weights_per_token: int
+    bytes_per_head: int
+    bytes_per_kv_head: int
+    bytes_per_column: int
+    bytes_per_token: int
+    column_unit: int = 1
+    """MLP columns that the format of the weights keeps together."""
+    token_unit: int = 1
+    """Rows of the output projection that it keeps together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What one rank holds of every layer and of the vocabulary. Never empty in anything."""
+    """One rank's heads and columns of every layer, and its tokens. No field is empty."""
 
     heads: range
     kv_heads: range
     """Shared with neighbouring ranks where there are more ranks than KV heads."""
     columns: range
-    """Of the MLP's intermediate size."""
+    """A range of the MLP's intermediate size."""
     tokens: range
     """Token ids whose rows of the embedding and of the output projection are here."""
 
@@ -49,17 +54,19 @@ def partition(shape: ModelShape, num_ranks: int) -> tuple[RankShare, ...]:
             f"{shape.num_columns} MLP columns; sizes from 1 to {largest} work"
         )
     heads = _divide_heads(shape, num_ranks)
-    attention = [len(q) * shape.weights_per_head + len(kv) * shape.weights_per_kv_head for q, kv in heads]
-    unit = COLUMN_UNIT if shape.num_columns >= COLUMN_UNIT * num_ranks else 1
-    columns = _divide_evenly(attention, shape.num_columns, shape.weights_per_column, unit)
-    held = [sum_ + len(c) * shape.weights_per_column for sum_, c in zip(attention, columns, strict=True)]
-    tokens = _divide_evenly(held, shape.vocab_size, shape.weights_per_token, 1)
+    attention = [len(q) * shape.bytes_per_head + len(kv) * shape.bytes_per_kv_head for q, kv in heads]
+    unit = math.lcm(COLUMN_UNIT, shape.column_unit)
+    if shape.num_columns < unit * num_ranks:
+        unit = shape.column_unit
+    columns = _divide_evenly(attention, shape.num_columns, shape.bytes_per_column, unit)
+    held = [sum_ + len(c) * shape.bytes_per_column for sum_, c in zip(attention, columns, strict=True)]
+    tokens = _divide_evenly(held, shape.vocab_size, shape.bytes_per_token, shape.token_unit)
     return tuple(RankShare(heads=q, kv_heads=kv, columns=c, tokens=t) for (q, kv), c, t in zip(heads, columns, tokens, strict=True))
 
 
 def largest_size(shape: ModelShape) -> int:
-    """The most ranks that each get a query head, a column and a token; every smaller size works too."""
-    return min(shape.num_heads, shape.num_columns, shape.vocab_size)
+    """The most ranks that each get a query head, a unit of columns and one of tokens; every smaller size works too."""
+    return min(shape.num_heads, shape.num_columns // shape.column_unit, shape.vocab_size // shape.token_unit)
 
 
 def _divide_heads(shape: ModelShape, num_ranks: int) -> list[tuple[range, range]]:
@@ -86,10 +93,10 @@ def _spans(counts: Sequence[int]) -> list[range]:
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
-def _divide_evenly(held: Sequence[int], num_pieces: int, weights_per_piece: int, unit: int) -> list[range]:
+def _divide_evenly(held: Sequence[int], num_pieces: int, bytes_per_piece: int, unit: int) -> list[range]:
     """Divides pieces so that what each rank holds together with them is as even as whole units allow."""
-    goal = (sum(held) + num_pieces * weights_per_piece) / len(held)
-    wanted = [max((goal - one) / weights_per_piece, unit) for one in held]
+    goal = (sum(held) + num_pieces * bytes_per_piece) / len(held)
+    wanted = [max((goal - one) / bytes_per_piece, unit) for one in held]
     factor = num_pieces / sum(wanted)  # not 1 where some rank holds more than the goal already
     ends: list[int] = []
     exact = 0.0

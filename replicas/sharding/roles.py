@@ -14,7 +14,7 @@ from replicas.model_support import UnsupportedModel
 
 
 class Role(Enum):
-    """What of a module's inputs or outputs is divided. What has no role is whole on every rank."""
+    """How a module's inputs or outputs are divided. A module without a role is whole on every rank."""
 
     QUERY = "outputs by query head"
     KEY_VALUE = "outputs by KV head"

@@ -1,42 +1,39 @@
-"""A transformers model of which a rank holds its part: built without memory, loaded in slices, joined by collectives."""
+"""A transformers model of which a rank holds its part: loaded in slices, joined by collectives."""
 
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from torch.nn import Module
+from transformers import PreTrainedModel
 
 from replicas.attention.registration import ATTENTION_NAME
-from replicas.model_support import UnsupportedModel
-from replicas.sharding.checkpoint import Checkpoint
+from replicas.linear.division import divide, part_sizes
+from replicas.linear.modules import resize
 from replicas.sharding.collectives import RankGroup
+from replicas.sharding.empty_model import build_empty, fill
 from replicas.sharding.partition import RankShare
 from replicas.sharding.roles import Role
-from replicas.sharding.sharding import REDUCED, ShardingPlan, features
-
-logger = logging.getLogger(__name__)
+from replicas.sharding.sharding import REDUCED, ShardingPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPart:
-    """What one rank holds of a model. Prints as a line for the log."""
+    """One rank's part of a model. Prints as a line for the log."""
 
     kv_heads: range
-    """Of every layer's."""
+    """The same in every layer."""
     tokens: range
     """Rows of the embedding and of the output projection."""
     sharded_bytes: int
-    """Of parameters of which it holds its part."""
+    """Bytes of its parts of divided parameters."""
     replicated_bytes: int
     whole_sharded_bytes: int
-    """Of the divided parameters, over all ranks and each once."""
+    """Bytes of the divided parameters in all, each counted once."""
 
     def __str__(self) -> str:
         share = self.sharded_bytes / self.whole_sharded_bytes
@@ -47,29 +44,6 @@ class LoadedPart:
         )
 
 
-def build_empty(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """The model with its shapes and buffers, but no memory for its parameters. Loading fills it in parts."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(f"model type {config.model_type!r} has quantised weights; set tensor_parallel_size to 1")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
-        )
-    for module in model.modules():
-        buffers = {name: buffer for name, buffer in module.named_buffers(recurse=False) if name in module._non_persistent_buffers_set}
-        for name, buffer in buffers.items():
-            empty = float("nan") if buffer.is_floating_point() else 0
-            module.register_buffer(name, torch.full_like(buffer, empty, device="cpu"), persistent=False)
-        if buffers:
-            model._init_weights(module)  # as transformers' own loader does for what no checkpoint holds
-        if any(bool(module.get_buffer(name).isnan().any()) for name in buffers):
-            raise UnsupportedModel(
-                f"model type {config.model_type!r}: {type(module).__name__} does not say how to make its buffers; "
-                f"set tensor_parallel_size to 1"
-            )
-    return model.eval().requires_grad_(False)
-
-
 def load_part(
     config: Any, source: str, dtype: torch.dtype, device: torch.device, group: RankGroup, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, LoadedPart]:
@@ -78,50 +52,37 @@ def load_part(
     Its logits are whole on rank 0 and a part elsewhere. Raises UnsupportedModel for what cannot be divided and ValueError
     for a number of ranks that cannot divide it.
     """
-    model = build_empty(config, dtype, trust_remote_code)
+    model, checkpoint = build_empty(config, source, dtype, trust_remote_code)
     plan = ShardingPlan.of(model, group.size)
-    checkpoint = Checkpoint(source, model.base_model_prefix)
     share = plan.shares[group.rank]
-    loaded: dict[int, Parameter] = {}  # id of the empty parameter -> loaded; tied tables are one
-    sharded = replicated = whole = 0
+    linears = {name: model.get_submodule(name) for name in plan.roles}
+    parts = {name: plan.part(name, module, group.rank) for name, module in linears.items()}
+    slices = {f"{name}.{key}": one for name, module in linears.items() for key, one in divide(module, parts[name]).items()}
+    sizes = {name: part_sizes(module, parts[name]) for name, module in linears.items()}
+    divided = {name for name, one in slices.items() if one.ranges}
+    whole_sharded_bytes = sum(empty.nbytes for name, empty in model.named_parameters() if name in divided)
+    fill(model, checkpoint, device, slices)
+    sharded_bytes = sum(held.nbytes for name, held in model.named_parameters() if name in divided)
     for name, module in list(model.named_modules()):
-        slices = plan.slices(name, module, group.rank) if name in plan.roles else {}
-        for key, empty in list(module.named_parameters(recurse=False)):
-            if id(empty) not in loaded:
-                full = f"{name}.{key}" if name else key
-                part = slices.get(key)
-                if part is None:
-                    data = checkpoint.read(full, dtype, device)
-                elif part.ranges:
-                    data = checkpoint.read(full, dtype, device, part.dim, part.ranges)
-                else:  # an added-up module's bias, which rank 0 has
-                    data = torch.zeros(empty.shape, dtype=dtype, device=device)
-                if part is None and data.shape != empty.shape:
-                    raise UnsupportedModel(f"{source}: {full} has shape {tuple(data.shape)}, the model wants {tuple(empty.shape)}")
-                loaded[id(empty)] = Parameter(data, requires_grad=False)
-                size = data.numel() * dtype.itemsize
-                if part is None or (plan.roles[name] in REDUCED and key == "bias"):
-                    replicated += size
-                else:
-                    sharded += size
-                    whole += empty.numel() * dtype.itemsize
-            setattr(module, key, loaded[id(empty)])
-        if name in plan.roles:
+        if name in linears:
+            resize(module, *sizes[name])
             _join(module, plan.roles[name], share, group)
         elif hasattr(module, "layer_idx") and hasattr(module, "config"):
             _localize(module, share)
-    place_buffers(model, checkpoint, device)
-    _load_generation_config(model, source)
     return model, LoadedPart(
-        kv_heads=share.kv_heads, tokens=share.tokens, sharded_bytes=sharded, replicated_bytes=replicated, whole_sharded_bytes=whole
+        kv_heads=share.kv_heads,
+        tokens=share.tokens,
+        sharded_bytes=sharded_bytes,
+        replicated_bytes=sum(held.nbytes for held in model.parameters()) - sharded_bytes,
+        whole_sharded_bytes=whole_sharded_bytes,
     )
 
 
-def place_buffers(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device) -> None:
-    """Moves what `build_empty` made to the device, and reads what only the checkpoint has."""
-    for name, module in model.named_modules():
-        for key, buffer in list(module.named_buffers(recurse=False)):
-            module._buffers[key] = checkpoint.read(f"{name}.{key}", buffer.dtype, device) if buffer.is_meta else buffer.to(device)
+def load_whole(config: Any, source: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+    """The model on one rank, read in the checkpoint's own format. Raises UnsupportedModel."""
+    model, checkpoint = build_empty(config, source, dtype, trust_remote_code)
+    fill(model, checkpoint, device, {})
+    return model
 
 
 def _localize(attention: Module, share: RankShare) -> None:
@@ -145,12 +106,7 @@ def _localize(attention: Module, share: RankShare) -> None:
 
 
 def _join(module: Module, role: Role, share: RankShare, group: RankGroup) -> None:
-    """Sizes of the module as they are here, and what the ranks say to each other after it."""
-    num_outputs, num_inputs = features(module)
-    if isinstance(module, Conv1D):
-        module.nf, module.nx = num_outputs, num_inputs
-    elif isinstance(module, torch.nn.Linear):
-        module.out_features, module.in_features = num_outputs, num_inputs
+    """Puts the collectives of the module's role after it."""
     if role in REDUCED:
         module.register_forward_hook(lambda _module, _args, output: group.all_reduce(output))
     elif role is Role.TOKENS and isinstance(module, torch.nn.Embedding):
@@ -161,7 +117,6 @@ def _join(module: Module, role: Role, share: RankShare, group: RankGroup) -> Non
 
 def _join_embedding(module: torch.nn.Embedding, tokens: range, group: RankGroup) -> None:
     lookup = module.forward
-    module.num_embeddings = len(tokens)
 
     def forward(token_ids: Tensor) -> Tensor:
         local_ids, is_here = localize(token_ids, tokens)
@@ -181,10 +136,3 @@ def _gathered(output: Tensor, group: RankGroup) -> Tensor:
     """The whole vocabulary on rank 0; elsewhere this rank's part, which nobody reads."""
     whole = group.gather_last(output)
     return output if whole is None else whole
-
-
-def _load_generation_config(model: PreTrainedModel, source: str) -> None:
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(source)
-    except OSError:
-        logger.debug("%s has no generation config", source)

@@ -115,7 +115,7 @@ def test_torch_is_never_imported_by_gateway_router_and_text() -> None:
 ROOMS = {
     "router": ("deployment", "simulator", "live", "router", "model_router", "waiting", "policies", "fleet"),
     "replicas": (
-        "deployment", "llm", "serve", "engine", "ranks", "handoff", "model", "sharding", "attention", "scheduling", "sampling",
+        "deployment", "llm", "serve", "engine", "ranks", "handoff", "model", "sharding", "linear", "attention", "scheduling", "sampling",
         "native", "text", "process",
     ),
 }  # fmt: skip

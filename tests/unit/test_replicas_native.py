@@ -20,12 +20,16 @@ from kvcache.tensors import KVTensors
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
+from replicas.linear.dense import Dense
+from replicas.linear.quantize_at_load import QuantizeAtLoad
+from replicas.model import native_decoder
 from replicas.model.native_decoder import LAYOUT, NativeDecoder, NativeMismatch, SegmentedDecoder, why_not_native
 from replicas.model.runner import StepResult, kv_groups, probe_layers
 from replicas.native import build
 from replicas.native.build import NativeUnavailable, load_native_library, variant_of
 from replicas.native.isa import AVX2, AVX512, AVX512_BF16, AVX512_VNNI, EMULATED, PLAIN, InstructionSet, cpu_flags, runnable
 from replicas.native.packing import Element, PackedLinear, pack, unpack
+from replicas.native.structs import StructMismatch
 from replicas.scheduling.request_state import RequestState
 from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
 from tests.unit.native_kernels import as_multiplied, multiply
@@ -170,9 +174,10 @@ def test_quantized_decoder_equals_transformers_over_the_weights_it_stands_for(
     ids = torch.tensor([sequence])
     with torch.inference_mode():
         exact = model(ids).logits[0, -1]
+    method = QuantizeAtLoad(stored=Dense(), quantization=quantization)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.weight.data = unpack(pack(module.weight.data, element))
+            module.weight.data = method.weight({"weight": module.weight.data})
             module.register_forward_pre_hook(lambda module, inputs: (as_multiplied(inputs[0], element, variant_of(library)),))
     with torch.inference_mode():
         theirs = model(ids).logits[0, -1]
@@ -266,6 +271,13 @@ def test_decoder_refuses_layers_of_different_shape(library: ctypes.CDLL) -> None
     kv: Any = None
     with pytest.raises(NativeMismatch, match="differ in shape"):
         NativeDecoder(library, model, calls, kv)
+
+
+def test_decoder_refuses_structs_that_the_kernels_do_not_mirror(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    longer = type("Longer", (ctypes.Structure,), {"_fields_": [*native_decoder._Step._fields_, ("extra", ctypes.c_int64)]})
+    monkeypatch.setattr(native_decoder, "_Step", longer)
+    with pytest.raises(StructMismatch, match="MantaStep has"):
+        _decoder(NativeDecoder, library, torch.float32)
 
 
 def test_runnable_variants_follow_the_cpu_flags(tmp_path: Path) -> None:

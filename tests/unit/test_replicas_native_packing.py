@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.model import packed_cache
-from replicas.model.packed_cache import PackedCache, content_key
+from replicas.linear import packed_cache
+from replicas.linear.packed_cache import PackedCache, content_key
 from replicas.native.packing import GROUP, Element, PackedLinear, pack, unpack
 
 

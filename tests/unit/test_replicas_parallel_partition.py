@@ -7,17 +7,17 @@ from hypothesis import strategies as st
 from replicas.sharding.partition import COLUMN_UNIT, ModelShape, RankShare, largest_size, partition
 
 SMOLLM2 = ModelShape(
-    num_heads=9, num_kv_heads=3, num_columns=1536, vocab_size=49152, weights_per_head=30 * 2 * 64 * 576,
-    weights_per_kv_head=30 * 2 * 64 * 576, weights_per_column=30 * 3 * 576, weights_per_token=576,
+    num_heads=9, num_kv_heads=3, num_columns=1536, vocab_size=49152, bytes_per_head=30 * 2 * 64 * 576,
+    bytes_per_kv_head=30 * 2 * 64 * 576, bytes_per_column=30 * 3 * 576, bytes_per_token=576,
 )  # fmt: skip
 
 
 def _weights(shape: ModelShape, share: RankShare) -> int:
     return (
-        len(share.heads) * shape.weights_per_head
-        + len(share.kv_heads) * shape.weights_per_kv_head
-        + len(share.columns) * shape.weights_per_column
-        + len(share.tokens) * shape.weights_per_token
+        len(share.heads) * shape.bytes_per_head
+        + len(share.kv_heads) * shape.bytes_per_kv_head
+        + len(share.columns) * shape.bytes_per_column
+        + len(share.tokens) * shape.bytes_per_token
     )
 
 
@@ -37,10 +37,10 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         num_kv_heads=num_kv_heads,
         num_columns=draw(st.integers(1, 500)),
         vocab_size=draw(st.integers(1, 2000)),
-        weights_per_head=weights[0],
-        weights_per_kv_head=weights[1],
-        weights_per_column=weights[2],
-        weights_per_token=weights[3],
+        bytes_per_head=weights[0],
+        bytes_per_kv_head=weights[1],
+        bytes_per_column=weights[2],
+        bytes_per_token=weights[3],
     )
 
 
@@ -64,7 +64,7 @@ def test_default_model_at_two_holds_half_on_each_rank_although_its_heads_do_not_
     assert all(len(share.columns) % COLUMN_UNIT == 0 for share in shares)
     assert len(shares[0].columns) < len(shares[1].columns), "the rank with less attention has more of the MLP"
     half = _total(SMOLLM2) / 2
-    assert all(abs(_weights(SMOLLM2, share) - half) <= SMOLLM2.weights_per_token for share in shares)
+    assert all(abs(_weights(SMOLLM2, share) - half) <= SMOLLM2.bytes_per_token for share in shares)
 
 
 def test_default_model_at_three_is_divided_evenly() -> None:

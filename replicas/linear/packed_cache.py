@@ -103,7 +103,7 @@ class PackedCache:
 
 
 def content_key(model: torch.nn.Module, quantization: str) -> str:
-    """Of every weight's name, shape and bytes: the same model from another folder shares the cache, a changed one never does."""
+    """A digest of every weight's name, shape and bytes: the same model from another folder shares the cache, a changed one never does."""
     digest = hashlib.sha256(f"{quantization} {LAYOUT_VERSION}".encode())
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())

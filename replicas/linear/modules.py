@@ -1,0 +1,84 @@
+"""The linear modules of a transformers model, whatever their format. Embeddings count: their outputs are the rows of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Linear, Module, Parameter
+from transformers.pytorch_utils import Conv1D
+
+from replicas.linear.dense import Dense
+from replicas.linear.method import LinearMethod, StoredTensor
+
+DENSE, DENSE_TRANSPOSED = Dense(), Dense(is_transposed=True)
+
+
+class StoredLinear(Module):
+    """A linear whose parameters are the tensors of its format."""
+
+    bias: Tensor | None
+
+    def __init__(self, method: LinearMethod, plain: Linear | Conv1D) -> None:
+        """Takes the place of `plain`, with its bias and on its device. The tensors of the format are still to be loaded."""
+        super().__init__()
+        self.method = method
+        self.out_features, self.in_features = features(plain)
+        for tensor in formatted(self):
+            shape = (0,) if tensor.shape is None else tensor.shape
+            empty = torch.empty(shape, dtype=tensor.dtype or plain.weight.dtype, device=plain.weight.device)
+            self.register_parameter(tensor.key, Parameter(empty, requires_grad=False))
+        self.register_parameter("bias", plain.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.run(x, stored_tensors(self), self.bias)
+
+
+def method_of(module: Module) -> LinearMethod:
+    if isinstance(module, StoredLinear):
+        return module.method
+    return DENSE_TRANSPOSED if isinstance(module, Conv1D) else DENSE
+
+
+def features(module: Module) -> tuple[int, int]:
+    """Outputs and inputs of a linear; rows and width of an embedding."""
+    if isinstance(module, StoredLinear):
+        return module.out_features, module.in_features
+    first, second = module.weight.shape  # type: ignore[misc]
+    return (int(second), int(first)) if isinstance(module, Conv1D) else (int(first), int(second))
+
+
+def resize(module: Module, num_outputs: int, num_inputs: int) -> None:
+    """Tells a module its sizes once its tensors are a part of what they were."""
+    if isinstance(module, Conv1D):
+        module.nf, module.nx = num_outputs, num_inputs
+    elif isinstance(module, Embedding):
+        module.num_embeddings = num_outputs
+    elif isinstance(module, Linear | StoredLinear):
+        module.out_features, module.in_features = num_outputs, num_inputs
+
+
+def formatted(module: Module) -> tuple[StoredTensor, ...]:
+    """The tensors that hold the module's weights; a bias comes beside them."""
+    return method_of(module).tensors(*features(module))
+
+
+def stored_tensors(module: Module) -> dict[str, Tensor]:
+    """The values of those tensors, by name."""
+    return {tensor.name: module.get_parameter(tensor.key).detach() for tensor in formatted(module)}
+
+
+def joined_bias(modules: Sequence[Module]) -> Tensor | None:
+    """float32 [N], the outputs of each module after those of the one before; None when none has a bias."""
+    biases: list[Tensor | None] = [getattr(module, "bias", None) for module in modules]
+    if all(bias is None for bias in biases):
+        return None
+    sizes = [features(module)[0] for module in modules]
+    return torch.cat([torch.zeros(size) if bias is None else bias.detach().float() for bias, size in zip(biases, sizes, strict=True)])
+
+
+def free(module: Module) -> None:
+    """Drops the weights, which someone else has now. A tied table keeps its other owner's."""
+    for tensor in formatted(module):
+        module.register_parameter(tensor.key, None)
