@@ -116,7 +116,7 @@ class ReplicaDeployment:
         assert self._config.num_threads is not None
         self._claim = try_claim_cores(self._config.num_threads)
         if self._claim is None:
-            logger.warning("%d cores of its own are not free on this machine: this replica shares", self._config.num_threads)
+            logger.warning("this machine does not have %d unclaimed cores: this replica shares cores", self._config.num_threads)
         else:
             self._claim.pin_thread()
             logger.info("computes on cores %s", ", ".join(map(str, self._claim.cores)))
@@ -187,7 +187,7 @@ class ReplicaDeployment:
         if self._engine.stats().handoffs.num_leases:
             logger.info("%d handoffs may still be read here, for %.0f s at most", self._engine.stats().handoffs.num_leases, hold_s)
             if num_left := await self._engine.wait_leases_ended(hold_s):
-                logger.warning("%d handoffs were not taken in time; whoever wanted them computes their KV", num_left)
+                logger.warning("%d handoffs were not read in time; their receivers compute the KV", num_left)
 
     async def __del__(self) -> None:
         if hasattr(self, "_tasks"):

@@ -20,7 +20,7 @@ class ModelDescription:
     runner: str = "transformers"
     """Runner of the steps: "native" or "transformers" (slower on a CPU)."""
     kernels: str = ""
-    """Variant of the native kernels, named for its instruction set; empty if there are none."""
+    """Variant of the native runner's kernels, named for its instruction set; empty with another runner."""
     quantization: str = "none"
     """Integer type of the weights: "int8", "int4" or "none"."""
     tensor_parallel_size: int = 1
