@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Push = Callable[[ReplicaReport], Awaitable[ReportReply]]
 
 MAX_REPORTS_PER_S = 300.0
-"""Of all replicas together, so that the router's core stays free for decisions."""
+"""Limit for all replicas together, so that the router's core stays free for decisions."""
 MIN_INTERVAL_S = 0.05
 IDLE_INTERVAL_S = 0.5
 """Heartbeat: between reports of a replica that is idle or in a long step."""

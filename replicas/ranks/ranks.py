@@ -93,7 +93,7 @@ class Ranks:
         except (ChannelClosed, ValueError):
             rank = None
         if rank not in self._launched or rank in self._channels:
-            logger.warning("turned away a connection that is not from a rank of this replica")
+            logger.warning("rejected a connection that is not from a rank of this replica")
             channel.close()
             return
         connection.settimeout(None)
@@ -108,7 +108,7 @@ class Ranks:
         if time.monotonic() > self._until_s:
             raise RankStartError(
                 f"tensor_parallel_size {self.size}: rank {', '.join(map(str, missing))} did not call back within "
-                f"{self._init_deadline_s:g} s; raise parallel.init_deadline_s, or look for what holds its process up"
+                f"{self._init_deadline_s:g} s; raise parallel.init_deadline_s, or find what delays its process"
             )
 
     def set_up(self, setup: Mapping[str, Any]) -> None:
