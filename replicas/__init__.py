@@ -1,4 +1,4 @@
-"""The engine. Names of the offline API are loaded when first used, so that bookkeeping imports need no torch."""
+"""The engine. Names of the offline API are imported on first use, so that bookkeeping modules need no torch."""
 
 from __future__ import annotations
 

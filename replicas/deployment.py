@@ -33,24 +33,24 @@ from replicas.step_engine import StepEngine
 
 logger = logging.getLogger(__name__)
 
-# More than any queue limit: the router bounds what a replica gets, and Serve must not turn it away or queue it.
+# More than any queue limit: the router limits a replica's requests, and Serve must neither reject nor queue them.
 MAX_ONGOING_REQUESTS = 1_000_000
 METRICS_INTERVAL_S = 1.0
 DRAIN_POLL_S = 0.1
 DRAIN_MARGIN_S = 10.0
-"""Between the end of a replica's drain, when what still runs there is handed back to be continued elsewhere, and Serve's kill."""
+"""Time from the end of a drain, when running requests are handed back to their gateways, to Serve's kill."""
 HOLD_MARGIN_S = 2.0
-"""Between the end of the last wait for leases and Serve's kill."""
+"""Time from the end of the last wait for leases to Serve's kill."""
 SWITCH_INTERVAL_S = 0.0005
-"""Between a step's native call and the next one the engine thread needs the interpreter: it must not wait 5 ms for the loop."""
+"""Python's thread switch interval: between two native calls the engine thread must not wait 5 ms for the event loop."""
 
 
 @serve.deployment(
     max_ongoing_requests=MAX_ONGOING_REQUESTS,
     health_check_period_s=1.0,
     health_check_timeout_s=10.0,
-    max_constructor_retry_count=2,  # what refuses to load is a wrong setting far more often than bad luck
-    logging_config={"enable_access_log": False},  # the gateway's access log tells all of it
+    max_constructor_retry_count=2,  # a load that fails is far more often a wrong setting than bad luck
+    logging_config={"enable_access_log": False},  # the gateway's access log has every request
 )
 class ReplicaDeployment:
     """Serves one model. Token ids in, token ids out; closing a stream cancels its request."""
@@ -65,8 +65,8 @@ class ReplicaDeployment:
         router: Any,
         log_level: str,
     ) -> None:
-        """`num_replicas` counts every replica of the application: they share the router's time. `demand` is of them all.
-        Within `drain_s` of Serve's wish to stop it, what runs here may end by itself."""
+        """`num_replicas` counts every replica of the application, which share the router's time; `demand` is their total.
+        Requests may run until `drain_s` after Serve asks the replica to stop."""
         start_logging(log_level)
         self._is_stopping = _stop_signal()
         self._config = replace(
@@ -83,7 +83,7 @@ class ReplicaDeployment:
         self._engine = AsyncEngine(self._load, on_step=self._note_step)
         await self._engine.start()
         description = await self.describe()
-        # The runner as a tag: requests that a slower path serves can be counted and alarmed on.
+        # The runner is a tag, so that an alert can count requests on a slower path.
         tags = {
             "model": model, "replica": replica_id, "role": config.role, "runner": description.runner,
             "quantization": description.quantization,
@@ -112,11 +112,11 @@ class ReplicaDeployment:
         logger.info("replica %s serves %s (%s): %s", replica_id, model, config.role, description)
 
     def _load(self) -> StepEngine:
-        """In the engine's thread: torch is imported there and nowhere else, and the threads that OpenMP starts inherit its cores."""
+        """Runs in the engine's thread: only there torch is imported, and the threads that OpenMP starts inherit its cores."""
         assert self._config.num_threads is not None
         self._claim = try_claim_cores(self._config.num_threads)
         if self._claim is None:
-            logger.warning("%d cores of its own are not free on this machine: this replica shares", self._config.num_threads)
+            logger.warning("this machine does not have %d unclaimed cores: this replica shares cores", self._config.num_threads)
         else:
             self._claim.pin_thread()
             logger.info("computes on cores %s", ", ".join(map(str, self._claim.cores)))
@@ -145,7 +145,7 @@ class ReplicaDeployment:
                 yield progress
 
     async def stats(self) -> ReplicaStats:
-        """What the next report would say of its load and work."""
+        """Load and counters as of the last step, as in the next report."""
         return self._engine.stats()
 
     async def cancel(self, request_id: str) -> int:
@@ -153,21 +153,21 @@ class ReplicaDeployment:
         return self._engine.cancel(request_id)
 
     async def _drain(self, replica_id: str, drain_s: float) -> None:
-        """Once Serve stops the replica, the router hears of it with the next report and sends nothing more. What has not ended
-        after `drain_s` ends here as cancelled, and its gateway continues it on another replica, before Serve's kill."""
+        """Waits until Serve stops the replica; the next report tells the router, which sends no more requests. Requests still
+        running after `drain_s` end here as cancelled, and their gateways continue them on another replica, before Serve's kill."""
         while not self._is_stopping():  # noqa: ASYNC110 - Serve has a flag, and no event
             await asyncio.sleep(DRAIN_POLL_S)
         self._hold_until_s = asyncio.get_running_loop().time() + self._shutdown_s - HOLD_MARGIN_S
         logger.info("replica %s drains: requests may end here for %.0f s", replica_id, drain_s)
         await asyncio.sleep(drain_s)
-        while True:  # again and again: a request may still have been on its way
+        while True:  # repeated: a request may still have been on its way
             if num := self._engine.cancel_all():
                 logger.info("replica %s hands %d requests back, to be continued elsewhere", replica_id, num)
             await asyncio.sleep(DRAIN_POLL_S)
 
     def check_health(self) -> None:
-        """Raises EngineUnhealthy when the engine makes no progress, RankLost when a rank died or hangs, RuntimeError when
-        its reports have stopped."""
+        """Raises EngineUnhealthy if the engine makes no progress, RankLost if a rank died or hangs, RuntimeError if a background
+        task (drain, reports, metrics) has stopped."""
         self._engine.check_health()
         self._check_ranks()
         for task in self._tasks:
@@ -175,19 +175,19 @@ class ReplicaDeployment:
                 raise RuntimeError(f"the {task.get_name()} of this replica has stopped: {task.exception()!r}")
 
     async def _export_metrics(self) -> None:
-        """Ray forgets gauges that are not set again, so they are exported whether or not anything changed."""
+        """Exports even without changes: Ray drops gauges that are not set again."""
         while True:
             self._metrics.export(self._engine.stats())
             await asyncio.sleep(METRICS_INTERVAL_S)
 
     async def _hold_leases(self) -> None:
-        """Serve ends a replica once its streams have ended. What it handed over may still be read then: it lives on until
-        that was taken, or the lease expired, within the time that Serve allows."""
+        """Waits until no other replica may read KV here: Serve ends a replica once its streams have ended, but its offered KV may
+        still be read. Returns when all leases have ended or Serve's time is nearly up."""
         hold_s = min(self._shutdown_s, self._hold_until_s - asyncio.get_running_loop().time())
         if self._engine.stats().handoffs.num_leases:
             logger.info("%d handoffs may still be read here, for %.0f s at most", self._engine.stats().handoffs.num_leases, hold_s)
             if num_left := await self._engine.wait_leases_ended(hold_s):
-                logger.warning("%d handoffs were not taken in time; whoever wanted them computes their KV", num_left)
+                logger.warning("%d handoffs were not read in time; their receivers compute the KV", num_left)
 
     async def __del__(self) -> None:
         if hasattr(self, "_tasks"):
@@ -198,8 +198,8 @@ class ReplicaDeployment:
 
 
 def _stop_signal() -> Callable[[], bool]:
-    """Tells whether Serve has begun to stop this replica. Serve has no public word for it: it waits for requests under way
-    and then calls the destructor, which would be too late. Raises RuntimeError with a Serve that keeps it elsewhere."""
+    """A function that tells whether Serve has begun to stop this replica. Serve has no public API for it: it waits for running
+    requests and then calls the destructor, which is too late. Raises RuntimeError if this version of Serve has no such flag."""
     worker = ray._private.worker.global_worker
     replica: Any = getattr(worker.actors.get(worker.actor_id), "_replica_impl", None)
     if not isinstance(getattr(replica, "_shutting_down", None), bool):
@@ -208,16 +208,16 @@ def _stop_signal() -> Callable[[], bool]:
 
 
 def shutdown_timeout_s(drain_s: float, config: EngineConfig) -> float:
-    """How long Serve must wait before it kills a replica that it stops: requests end or move on, then leases end."""
+    """Seconds that Serve must wait before it kills a stopping replica: requests end or move, then leases end."""
     return drain_s + DRAIN_MARGIN_S + (0.0 if config.role == "unified" else config.kv_lease_s + HOLD_MARGIN_S)
 
 
 def _transfer_host(wanted: str) -> str:
-    """The node's own address in place of the default: replicas of other nodes must reach it, also of nodes that come later."""
+    """The node's address in place of the default: replicas on other nodes, also on nodes that join later, must reach it."""
     return str(ray.util.get_node_ip_address()) if wanted in (LOOPBACK, "localhost") else wanted
 
 
 def _num_threads(wanted: int | None, demand: CoreDemand) -> int:
-    """Raises ValueError when all engines together want more cores than the cluster's nodes have."""
+    """Threads of this engine. Raises ValueError if all engines together want more cores than the cluster's nodes have."""
     num_nodes = max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
     return threads_of_engine(wanted, demand, num_cores=len(os.sched_getaffinity(0)), num_machines=num_nodes)

@@ -22,14 +22,14 @@ MAX_KV_LEASE_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How the ranks of one replica work together. Of the ways to divide a model only tensor parallelism is implemented."""
+    """How the ranks of one replica work together. Only tensor parallelism is implemented."""
 
     backend: Backend = "auto"
-    """Of torch.distributed: auto is nccl on CUDA and gloo on a CPU. gloo on CUDA lets ranks share a device."""
+    """Backend of torch.distributed; auto is nccl on CUDA and gloo on a CPU. With gloo, ranks may share a CUDA device."""
     init_deadline_s: float = 300.0
-    """From the start of the ranks until all can take steps, loading included."""
+    """Seconds from the start of the ranks until all can take steps, loading included."""
     rank_deadline_s: float = 15.0
-    """A rank without a sign of life for so long, or one that the others wait for in a step, takes its replica down."""
+    """A rank that answers no ping for this many seconds, or holds up a step that long, is lost, and its replica ends."""
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     expert_parallel_size: int = 1
@@ -47,63 +47,67 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine's settings. Defaults suit a laptop's CPU and a single GPU alike."""
+    """One engine's settings. The defaults suit a laptop's CPU and a single GPU."""
 
     model: str | None = None
     """Hugging Face id or folder; None is the default model, SmolLM2-135M-Instruct."""
     dtype: DType = "auto"
-    """auto: the checkpoint's dtype where the device computes in it, else float32."""
+    """auto: the checkpoint's dtype if the device computes in it, else float32."""
     device: Device = "auto"
     max_model_len: int | None = None
     """Most tokens of prompt plus output; None takes the model's own limit."""
     max_num_seqs: int = 64
-    """Most requests in one step."""
+    """Most requests that run at once."""
     max_num_batched_tokens: int | None = None
-    """Token budget of one step; None measures the device and aims at `max_step_s` for a full step, and at `max_mixed_step_s` for
-    one in which requests decode."""
+    """Token budget of one step. None measures the device at load and aims at `max_step_s` for a full step, and at `max_mixed_step_s`
+    for a step in which requests decode."""
     max_step_s: float = 0.25
+    """Target seconds of a full step. Ignored if `max_num_batched_tokens` is given."""
     max_mixed_step_s: float = 0.04
-    """Aims at this gap between two tokens of a stream while prompts are computed beside it, of which each step takes a block at least;
-    prompts more urgent than all that decodes are not held back. Without effect where `max_num_batched_tokens` is given."""
+    """Target seconds of a step that decodes and computes prompts: the gap between two tokens of a stream. Such a step still computes at
+    least a block of prompt tokens; prompts more urgent than every decoding request are not held back. Ignored if
+    `max_num_batched_tokens` is given."""
     block_size: int = 16
+    """Tokens in a KV block."""
     kv_cache_bytes: int | None = None
-    """Bytes of KV on a CPU; None takes a share of the memory that is free at start. On CUDA it overrides
-    `gpu_memory_utilization`."""
+    """Bytes of KV. None takes a share of the free memory at start on a CPU, and on CUDA what `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory that weights, activations and KV may use together (CUDA)."""
     enable_prefix_caching: bool = True
     runner: Runner = "auto"
-    """auto: the whole step as one native call where CPU, compiler and architecture allow, else transformers' modules."""
+    """auto: native (a step is one call into compiled code) if CPU, compiler and architecture allow it, else transformers' modules."""
     quantization: Quantization | None = None
-    """Weights of all linears as integers in groups of 32 inputs. Needs the native runner. Embedding and KV stay in `dtype`."""
+    """Integer type of all linear weights, in groups of 32 inputs; None keeps `dtype`. Needs the native runner. Embedding and KV stay in
+    `dtype`."""
     quantized_cache_bytes: int = 32 << 30
-    """Most bytes of quantized weights kept on disk, of all models together; what was used longest ago goes first. 0 keeps none."""
+    """Most bytes of quantized weights kept on disk, all models together; the least recently used are deleted first. 0 keeps none."""
     round_activations: bool = True
-    """The native runner rounds what bfloat16 weights and KV multiply to bfloat16 too on CPUs that multiply it (avx512_bf16), and
-    what quantized weights multiply to 16-bit integers on CPUs that multiply bytes (avx512_vnni). False keeps it float32, which takes
-    longer; so does `dtype: float32`."""
+    """Whether the native runner rounds activations: to bfloat16 before products with bfloat16 weights or KV, on CPUs that multiply
+    bfloat16 (avx512_bf16), and to 16-bit integers before products with quantized weights, on CPUs that multiply bytes (avx512_vnni).
+    False, or `dtype: float32`, keeps them float32, which is slower."""
     attention_backend: str = "auto"
-    """auto, or the name of one backend in replicas/attention; for the transformers runner."""
+    """Attention of the transformers runner: auto, reference, native or varlen_cuda."""
     cuda_graphs: bool = False
-    """Decode steps replayed as CUDA graphs, which are recorded at load for up to `max_num_seqs` rows. Where they cannot be (a CPU,
-    several ranks, an attention backend other than varlen_cuda, a model that asks for values on the way) one warning says why."""
+    """Whether decode steps are replayed as CUDA graphs, recorded at load for up to `max_num_seqs` rows. If they cannot be recorded (a
+    CPU, several ranks, an attention backend other than varlen_cuda, a model that reads device values in a step), a warning says why."""
     num_threads: int | None = None
-    """Threads that compute. None takes the cores that this process may use; replicas of one machine share them."""
+    """Computing threads. None takes the cores that this process may use; replicas on one machine share them."""
     trust_remote_code: bool = False
     weights_version: str = ""
+    """Part of block keys and of the KV fingerprint: KV of different versions is never mixed."""
     role: Role = "unified"
-    """prefill and decode can hand KV to each other, and still do each other's work; unified computes all of its own."""
+    """unified computes all of its requests itself. prefill and decode hand KV to each other; both can compute prefills and decodes."""
     kv_lease_s: float = 30.0
-    """How long KV waits for a decode replica that says nothing, before its blocks are taken back."""
+    """Seconds that offered KV is kept without renewal by its reader; then its blocks are freed."""
     kv_transfer: KVTransfer = "auto"
-    """How KV gets from one replica to another. auto: between any two the first that works, process groups (NCCL between CUDA
-    devices, else Gloo) before Ray's object store, which only replicas that Ray serves have."""
+    """Transport of KV between replicas. auto takes the first that works for a pair: process groups (NCCL between CUDA devices, else
+    Gloo), then Ray's object store, which exists only under Ray Serve."""
     transfer_host: str = LOOPBACK
-    """Address on which the replica's transfer server listens, and under which others reach it. On Ray the default stands for
-    the address of the replica's node."""
+    """Address on which the replica's transfer server listens, and at which other replicas reach it. Under Ray Serve the default stands
+    for the address of the replica's node."""
     tensor_parallel_size: int = 1
-    """Ranks that each hold a part of the model: GPUs, or processes that share the cores of a CPU. `kv_cache_bytes`,
-    `gpu_memory_utilization` and `num_threads` are those of each rank."""
+    """Number of ranks, each with a part of the model: GPUs, or processes that share the cores of a CPU. `kv_cache_bytes`,
+    `gpu_memory_utilization` and `num_threads` are per rank."""
     parallel: ParallelConfig = ParallelConfig()
 
     def __post_init__(self) -> None:

@@ -44,8 +44,8 @@ class LLM:
         **settings: Any,
     ) -> None:
         """Loads `model`, a Hugging Face id or folder; None is the default model. `settings` are further fields of
-        `EngineConfig`. In mode disaggregated one engine computes the prompts and another one goes on from their KV, as
-        two pools of a cluster would; `decode_settings` are the fields in which that one differs. Raises ValueError naming
+        `EngineConfig`. In mode disaggregated one engine computes the prompts and a second one continues from their KV, as
+        two pools of a cluster would; `decode_settings` are the fields in which the second differs. Raises ValueError naming
         the setting that is wrong."""
         if mode not in ("unified", "disaggregated"):
             raise ValueError(f"mode must be unified or disaggregated, got {mode!r}")
@@ -67,7 +67,7 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: StepEngine, tokenizer: Tokenizer) -> Self:
-        """An LLM over an engine that exists already; it owns the engine from now on."""
+        """An LLM over an existing engine, which it then owns."""
         llm = cls.__new__(cls)
         llm._attach(engine, tokenizer)
         return llm
@@ -86,9 +86,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers to one prompt or many (text or token ids), in their order.
 
-        `sampling_params` is one for all or one for each. Raises ValueError naming the prompt's index before anything
-        runs when a prompt can never be served. A request that fails while running does not stop the others: see
-        `CompletionOutput.error`.
+        `sampling_params` is one for all or one for each. If a prompt can never be served, raises ValueError with its index
+        before anything runs. A request that fails while running does not stop the others: see `CompletionOutput.error`.
         """
         batch = _as_prompts(prompts)
         ids = [self._encode(prompt, index) for index, prompt in enumerate(batch)]
@@ -149,7 +148,7 @@ class LLM:
         if self._is_shut_down:
             raise RuntimeError("this LLM was shut down; make a new one")
         tasks = [self._task(text, prompt_ids, one) for text, prompt_ids, one in zip(texts, ids, params, strict=True)]
-        open_choices: dict[RequestKey, _Choice] = {}  # what the engine still owes a final progress
+        open_choices: dict[RequestKey, _Choice] = {}  # request key -> choice without a final progress
         try:
             for index, task in enumerate(tasks):
                 for choice in task.choices:
@@ -160,7 +159,7 @@ class LLM:
                     open_choices[choice.request.key] = choice
             self._step_until_done(open_choices, len(tasks), use_tqdm)
         finally:
-            # Only after an error or interrupt is anything left. The engine reports these at its next step, to nobody.
+            # Choices are left only after an error or interrupt. The engine's next step reports their end, and it is ignored.
             for key in open_choices:
                 self._engine.cancel(key)
         return [task.output() for task in tasks]
@@ -209,7 +208,7 @@ class LLM:
 
 
 def _load(config: EngineConfig, decode_config: EngineConfig | None) -> _LoadedEngine:
-    """`decode_config` is that of a decode engine of its own. The imports here are the ones that need torch."""
+    """`decode_config` adds a separate decode engine. Only the imports here need torch."""
     if decode_config is not None:
         from replicas.engine.disaggregated import DisaggregatedEngine
 
@@ -287,7 +286,7 @@ class _Task:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, whatever was given; ValueError for what is neither text nor token ids."""
+    """A list of prompts from one prompt or many. Raises ValueError for a prompt that is neither text nor token ids."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and (one := _as_ids(prompts)) is not None:

@@ -1,4 +1,4 @@
-"""What `LLM` returns."""
+"""Results of `LLM`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class CompletionOutput:
     """One generated answer."""
 
     index: int
-    """Which of the `n` choices."""
+    """Number of the choice, below `n`."""
     text: str
-    """Without EOS, and up to a stop string or stop token (which `include_stop_str_in_output` keeps)."""
+    """Text without EOS, up to a stop string or stop token (which `include_stop_str_in_output` keeps)."""
     token_ids: list[int]
-    """With the stop token, or all tokens that the stop string took."""
+    """Includes the stop token, or all tokens of the stop string."""
     logprobs: list[TokenLogprob] | None
-    """One per token, when asked for."""
+    """One per token, if requested."""
     finish_reason: FinishReason
     stop_reason: str | int | None
-    """The stop string or the id out of `stop_token_ids` that ended it."""
+    """The stop string, or the id in `stop_token_ids`, that ended the answer."""
     error: str | None = None
-    """Why it failed, when `finish_reason` is FAILED; text and tokens are what there was until then."""
+    """Why the request failed, if `finish_reason` is FAILED; text and tokens are those generated before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,11 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """Text of the prompt; None when it was given as token ids."""
+    """Text of the prompt; None if it was given as token ids."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprob | None] | None
-    """One per prompt token, when asked for; None for the first, which nothing predicts."""
+    """One per prompt token, if requested; None for the first, which has no context."""
     num_cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache (first choice)."""
     outputs: list[CompletionOutput]
-    """In order of index, `n` of them."""
+    """The `n` choices, in order of index."""

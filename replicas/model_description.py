@@ -1,4 +1,4 @@
-"""What a loaded engine says about its model, for whoever makes requests to it. Free of torch."""
+"""Facts about the model of a loaded engine, for callers that build requests. Free of torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """Facts that stay true for as long as the replicas of one deployment live."""
+    """Does not change while the replicas of one deployment live."""
 
     max_model_len: int
     """Most tokens of prompt plus output."""
@@ -18,12 +18,12 @@ class ModelDescription:
     tokenizer_source: str
     """Folder or Hugging Face id of the tokenizer."""
     runner: str = "transformers"
-    """What runs the steps: "native" or "transformers" (the slower one on a CPU)."""
+    """Runner of the steps: "native" or "transformers" (slower on a CPU)."""
     kernels: str = ""
-    """The variant of the native runner's kernels, named for its instruction set; empty with another runner."""
+    """Variant of the native runner's kernels, named for its instruction set; empty with another runner."""
     quantization: str = "none"
-    """Of the weights: "int8", "int4" or "none"."""
+    """Integer type of the weights: "int8", "int4" or "none"."""
     tensor_parallel_size: int = 1
     weights_version: str = ""
     fingerprint: str = ""
-    """Of the weights and the shape of their KV: replicas with equal ones may hand KV to each other."""
+    """Hash of the weights' names, shapes, first values and quantization. Replicas with equal ones may hand KV to each other."""

@@ -1,4 +1,4 @@
-"""What the gateway asks of a replica, and what comes back. Free of torch."""
+"""Contracts between gateway and replica: requests, progress, step outputs. Free of torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from replicas.sampling_params import SamplingParams
 
 
 class RequestKey(NamedTuple):
-    """Names one generation inside an engine: request ids are the client's, choices its `n` siblings."""
+    """Name of one generation inside an engine: the request id, and its number among the `n` choices."""
 
     request_id: str
     choice: int
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. STOP and LENGTH are answers, HANDOFF means that another replica goes on; the others are not."""
+    """Why a request ended. STOP and LENGTH are answers; HANDOFF means that another replica continues; the rest are not answers."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -32,14 +32,14 @@ class GenerationRequest:
     """One generation, complete in itself: any replica can start it, or continue it from `output_ids`.
 
     Limits, penalties, sampler position and grammar state derive from these fields alone, so that a resend after a
-    death (`output_ids` filled, `attempt` raised) goes on exactly where the stream stopped.
+    replica's death (`output_ids` filled, `attempt` raised) continues exactly where the stream stopped.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
-    """Drawn by whoever makes the request when the client gave none; choices share it and differ by `choice`."""
+    """The client's, or drawn by the gateway or `LLM`; choices share it and differ by `choice`."""
     output_ids: tuple[int, ...] = ()
     """Tokens already emitted by an earlier attempt; they count against `max_tokens`."""
     choice: int = 0
@@ -54,11 +54,11 @@ class GenerationRequest:
     arrival_s: float = 0.0
     """Unix time at which the gateway accepted the request."""
     caller: str = ""
-    """The gateway that reads the answer; when it dies without a word, the request is cancelled. Empty: nobody's lease."""
+    """The gateway that reads the answer; when its lease at the router expires, the request is cancelled. Empty: no lease."""
     wants_handoff: bool = False
-    """End with the first generated token, and lease the KV to the replica that goes on."""
+    """End with the first generated token, and lease the KV to the replica that continues."""
     handoff: KVHandoff | None = None
-    """KV to start from. When it cannot be had it is computed, so the answer is the same."""
+    """KV to start from. If the transfer fails, the KV is computed here, so the answer is the same."""
 
     @property
     def key(self) -> RequestKey:
@@ -66,12 +66,12 @@ class GenerationRequest:
 
     @property
     def ends_with_its_first_token(self) -> bool:
-        """Then there is nothing that another replica could go on with."""
+        """Whether the next token ends the request, so that another replica has nothing to continue."""
         return self.params.max_tokens is not None and len(self.output_ids) + 1 >= self.params.max_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Not once a token was emitted: they came with the first one, in the same message."""
+        """False once a token was emitted: the log-probabilities came in the same message as the first token."""
         return self.params.prompt_logprobs is not None and not self.output_ids
 
 
@@ -85,7 +85,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestProgress:
-    """New tokens of one request; the last one of each request, and only it, has a `finish_reason`.
+    """New tokens of one request. The last progress of a request, and only it, has a `finish_reason`.
 
     A stop token (EOS or one of `stop_token_ids`) is the last of `token_ids`; text leaves it out.
     """
@@ -94,22 +94,22 @@ class RequestProgress:
     attempt: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One per token when asked for, else empty."""
+    """One per token if requested, else empty."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """One per prompt token after the first, once for each request that asks, with its first token or, at zero tokens, its end."""
+    """One per prompt token after the first, if requested; sent once, with the first token or, if `max_tokens` is 0, with the end."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The stop token that ended it, when `finish_reason` is STOP."""
+    """The stop token that ended the request, if `finish_reason` is STOP."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
     error: str | None = None
-    """The reason, when `finish_reason` is FAILED."""
+    """The reason, if `finish_reason` is FAILED."""
     handoff: KVHandoff | None = None
-    """Once for each request that wants one, as soon as its first chunk is computed: pulling may begin."""
+    """Sent once for each request with `wants_handoff`, as soon as its first chunk is computed: pulling may begin."""
 
 
 def merge_progress(earlier: RequestProgress, later: RequestProgress) -> RequestProgress:
-    """One message with the tokens of both, in order, and the later one's ending."""
+    """One message with the tokens of both, in order, and the ending of the later one."""
     return replace(
         later,
         token_ids=earlier.token_ids + later.token_ids,
@@ -121,21 +121,21 @@ def merge_progress(earlier: RequestProgress, later: RequestProgress) -> RequestP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What one engine step produced. `progress` holds each request at most once."""
+    """Result of one engine step. `progress` holds each request at most once."""
 
     progress: tuple[RequestProgress, ...] = ()
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_preemptions: int = 0
     is_graphed: bool = False
-    """Whether it was replayed as a CUDA graph."""
+    """Whether the step was replayed as a CUDA graph."""
     cuts_a_prompt: bool = False
-    """Whether the step took in as many tokens of prompts as it might, and left some."""
+    """Whether a prompt continues in a later step because this one had no room for all of it."""
     step_s: float = 0.0
 
 
 class RequestRejected(ValueError):
     """The request can never be served by this engine (too long, token id outside the vocabulary, duplicate id).
 
-    Not raised for a full queue or a full cache: those wait.
+    Not raised for a full queue or a full cache: such a request waits.
     """

@@ -18,11 +18,11 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 16
-    """Most tokens to generate; None means up to `max_model_len`. 0 is for `prompt_logprobs` alone."""
+    """Most tokens to generate; None means up to `max_model_len`. 0 is allowed only with `prompt_logprobs`."""
     min_tokens: int = 0
-    """EOS and stop tokens have probability zero, and stop strings are ignored, before this many tokens."""
+    """Before this many tokens, EOS and stop tokens have probability zero and stop strings are ignored."""
     temperature: float = 1.0
-    """0 takes the most probable token (the lowest id on a tie)."""
+    """0 is greedy: the most probable token (the lowest id on a tie)."""
     top_p: float = 1.0
     top_k: int = 0
     """Keep the k most probable tokens; 0 keeps all."""
@@ -35,18 +35,19 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv 1909.05858)."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id to the value added to its logit."""
     stop: tuple[str, ...] = ()
-    """Stop strings; text ends before the first one. Applied where text is made (gateway, `LLM`), not in the engine."""
+    """Stop strings; the text ends before the first match. Applied by the gateway or `LLM`, not by the engine."""
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Top alternatives to report per token, 0 for the chosen token's alone; None reports nothing.
-    They are log-softmax of the model's own logits, before penalties, bias, temperature and filters."""
+    """Number of top alternatives reported per token; 0 reports the chosen token alone, None nothing.
+    Values are the log-softmax of the model's own logits, before penalties, bias, temperature and filters."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, for each prompt token after the first. Such a prompt is computed whole: cached KV has no logits."""
+    """Like `logprobs`, for each prompt token after the first. The whole prompt is then computed: cached KV has no logits."""
     n: int = 1
-    """Choices per prompt; each is a request of its own under one decision."""
+    """Choices per prompt; each is a separate request under one routing decision."""
     seed: int | None = None
     """The same seed, prompt and settings give the same tokens, whatever else is in the batch (float32)."""
     skip_special_tokens: bool = True
@@ -76,7 +77,8 @@ class SamplingParams:
         _require(all(self.stop), "stop", "non-empty strings", self.stop)
 
     def for_choice(self, choice: int) -> SamplingParams:
-        """What choice number `choice` asks of an engine: the prompt's log-probabilities, equal for all, come with the first."""
+        """Parameters of choice number `choice`. Only choice 0 computes the prompt's log-probabilities, which all choices share, unless
+        `max_tokens` is 0."""
         if choice == 0 or self.prompt_logprobs is None or self.max_tokens == 0:
             return self
         return replace(self, prompt_logprobs=None)

@@ -18,22 +18,22 @@ def smoothed(mean: float | None, value: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffStats:
-    """What one engine gave to others and took from them. All but `num_leases` only grow."""
+    """KV that one engine offered to other replicas and received from them. All values but `num_leases` only grow."""
 
     num_leases: int = 0
-    """Open now: blocks that another replica may read."""
+    """Open leases, under which another replica may read blocks."""
     num_leases_expired: int = 0
     num_offers: int = 0
     num_loads: int = 0
-    """Handoffs taken over whole."""
+    """Handoffs received completely; bytes and seconds below count only these."""
     num_recomputes: int = 0
-    """Handoffs that could not be had, so that their KV was computed here."""
+    """Handoffs that failed, so that their KV was computed here."""
     num_bytes: int = 0
-    """Of the KV that was taken over, as those below."""
+    """KV bytes received."""
     transfer_s: float = 0.0
-    """In which bytes moved; the wait for a prefill is not part of it."""
+    """Seconds in which bytes moved, without the wait for a prefill."""
     overlap_s: float = 0.0
-    """The part of `transfer_s` before the prefill had ended."""
+    """The part of `transfer_s` before the prefill ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +45,23 @@ class ReplicaStats:
     num_uncomputed_tokens: int = 0
     """Prompt tokens of waiting and running requests that no step has computed yet."""
     num_context_tokens: int = 0
-    """Tokens in KV of the running requests."""
+    """Tokens whose KV running requests hold."""
     num_blocks: int = 0
     num_free_blocks: int = 0
     """Not held by any request; may still hold cached prefixes."""
     num_cached_blocks: int = 0
     """Findable by prefix, held or free."""
     prefill_tokens_per_s: float | None = None
-    """At which prompts come in, beside the decodes of late as well (EWMA over steps); None before the first prefill."""
+    """Measured rate of prompt computation, lower while decodes share the steps (EWMA over steps); None before the first prefill."""
     decode_step_s: float | None = None
-    """Measured seconds of a decode-only step (EWMA); None before the first."""
+    """Measured seconds of a decode-only step (EWMA over steps); None before the first."""
     transfer_tokens_per_s: float | None = None
-    """Measured speed at which KV of other replicas came in (EWMA over handoffs); None before the first."""
+    """Measured rate of KV received from other replicas (EWMA over handoffs); None before the first."""
     num_steps: int = 0
     num_graphed_steps: int = 0
-    """Of these, replayed as CUDA graphs."""
+    """Steps that were replayed as CUDA graphs."""
     num_prompt_tokens: int = 0
-    """Computed, those computed again after a preemption included; cached ones are not."""
+    """Prompt tokens computed, again after a preemption included; cached ones do not count."""
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
@@ -78,7 +78,7 @@ class ReplicaReport:
     replica_id: str
     model: str
     epoch: int
-    """Changes when the replica restarts or drops its cache: everything known of the older epoch is void."""
+    """Changes when the replica restarts or drops its cache; everything known of an older epoch is void."""
     stats: ReplicaStats
     block_size: int
     max_num_seqs: int
@@ -87,11 +87,11 @@ class ReplicaReport:
     is_full_state: bool = False
     """True when `events` lists every cached block (the answer to a resync) rather than changes."""
     role: Role = "unified"
-    """The pool it belongs to."""
+    """The replica's pool."""
     is_draining: bool = False
-    """It is about to end: what runs there may go on, but nothing new."""
+    """The replica will stop: its requests continue, but it must get no new ones."""
     callers: tuple[str, ...] = ()
-    """Gateways that have requests there."""
+    """Gateways that have requests on the replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,4 +100,4 @@ class ReportReply:
 
     resync: bool = False
     dead_callers: tuple[str, ...] = ()
-    """Those of the report's callers whose lease has expired: their requests are to be cancelled."""
+    """Callers in the report whose lease has expired; their requests must be cancelled."""

@@ -1,4 +1,4 @@
-"""What drives an engine sees of it: the contract of a thread, a replica or an offline caller. Free of torch."""
+"""The engine as its drivers see it: a thread, a replica or an offline caller. Free of torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from replicas.stats import ReplicaStats
 
 
 class EngineUnhealthy(RuntimeError):
-    """The engine died, or has had work for longer than its deadline without finishing a step.
+    """The engine died, or had work for longer than its deadline without finishing a step.
 
-    Not raised while it loads, is idle, or finishes steps slowly.
+    Not raised while the engine loads, is idle, or finishes steps slowly.
     """
 
 
@@ -27,7 +27,7 @@ class KVChanges:
 
 
 class StepEngine(Protocol):
-    """What a thread can drive: `replicas.engine.engine.Engine`, or a fake with hand-calculable output."""
+    """An engine that its caller steps: `replicas.engine.engine.Engine`, or a fake with hand-calculable output."""
 
     @property
     def has_work(self) -> bool: ...
@@ -35,7 +35,7 @@ class StepEngine(Protocol):
     def cancel(self, key: RequestKey) -> bool: ...
     def step(self) -> StepOutput: ...
     def wake(self) -> None:
-        """From any thread: a step that only waits for transfers ends at once."""
+        """Ends a step that only waits for transfers. Callable from any thread."""
 
     def stats(self) -> ReplicaStats: ...
     def kv_changes(self, since: int | None) -> KVChanges: ...

@@ -1,4 +1,4 @@
-"""What an attention implementation must offer. Letters of shapes: T tokens, H query heads, K kv heads, D dim of a head."""
+"""The contract of attention implementations. Shapes: T tokens, H query heads, K KV heads, D dimension of a head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replicas.attention.step_tensors import StepTensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """How one layer calls attention: the shape of its KV, and how scores are made. Read off the model by a probe."""
+    """How one layer calls attention: the shape of its KV, and the computation of its scores. Recorded from the model by a probe."""
 
     layer: int
     num_heads: int
@@ -22,18 +22,18 @@ class LayerCall:
     v_dim: int
     scale: float
     window: int | None
-    """Tokens a query sees, itself included; None for all before it."""
+    """Number of tokens that a query sees, itself included; None for all tokens up to it."""
     softcap: float | None
     """Scores become softcap * tanh(score / softcap) before the mask (Gemma 2, arXiv 2408.00118)."""
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of a packed step over block tables, in a KV layout of its own."""
+    """Causal attention of a packed step over block tables. Each backend has its own KV layout."""
 
     name: str
     layout: KVLayout
     is_recordable: bool
-    """Asks the device for no value, so that a CUDA graph can hold its calls."""
+    """Whether its calls read no value back from the device, so that a CUDA graph can record them."""
 
     def attend(
         self,

@@ -1,4 +1,4 @@
-"""Attention on a CPU through the compiled kernel: one call a layer, straight over the blocks, no gathering."""
+"""Attention on a CPU through the compiled kernel: one call per layer, which reads the blocks in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Args(ctypes.Structure):
 
 
 class NativeAttention:
-    """float32 and bfloat16 on x86 or ARM; the reference stands beside it in reference.py."""
+    """Attention in float32 and bfloat16 on x86 or ARM; reference.py has the torch version."""
 
     name = "native"
     layout = KVLayout("hdt", "htd")

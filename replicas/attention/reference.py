@@ -1,4 +1,4 @@
-"""Attention over block tables in plain torch: any device, any dtype, made to be read and to be compared against."""
+"""Attention over block tables in plain torch, for any device and dtype: readable, and the reference in tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replicas.attention.step_tensors import StepTensors
 
 
 class ReferenceAttention:
-    """Goes request by request and gathers that request's blocks only; scores and softmax in float32."""
+    """Computes one request after the other on its gathered blocks; scores and softmax are float32."""
 
     name = "reference"
     layout = KVLayout("thd", "thd")
@@ -41,7 +41,7 @@ class ReferenceAttention:
 
 
 def attend_one(call: LayerCall, q_HTD: torch.Tensor, k_CKD: torch.Tensor, v_CKD: torch.Tensor) -> torch.Tensor:
-    """Attention of one request's T newest tokens over its C tokens of context, the T included. Returns [T, H, D]."""
+    """Attention of one request's T newest tokens over its context of C tokens, which includes them. Returns [T, H, D]."""
     num_new, context_len = q_HTD.shape[1], k_CKD.shape[0]
     group = call.num_heads // call.num_kv_heads
     q_KGTD = q_HTD.float().reshape(call.num_kv_heads, group, num_new, call.k_dim)

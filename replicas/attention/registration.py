@@ -1,4 +1,4 @@
-"""Attention of transformers' models replaced by ours. Letters of shapes: T tokens, H query heads, K kv heads, D dim.
+"""Replaces the attention of transformers' models by ours. Shapes: T tokens, H query heads, K KV heads, D dimension of a head.
 
 Importing this module registers `ATTENTION_NAME` with transformers' attention interface.
 """
@@ -18,7 +18,7 @@ ATTENTION_NAME = "manta_paged"
 
 
 class LayerVisitor(Protocol):
-    """What the attention of one forward pass does; reaches the layers through the model's keyword arguments."""
+    """Attention of one forward pass; passed to the layers through the model's keyword arguments."""
 
     def visit(self, module: Module, call: LayerCall, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor: ...
 
@@ -36,7 +36,7 @@ def _attention(
     paged: LayerVisitor | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """Attention in the shape that transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    """Attention with transformers' signature: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
     if paged is None:
         raise UnsupportedModel(f"{type(module).__name__} does not pass the step through to its attention")
     call = LayerCall(

@@ -1,4 +1,4 @@
-"""Chooses the attention backend for a model on a device, and says why."""
+"""Chooses the attention backend for a model on a device, and logs why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ NAMES = ("auto", "reference", "native", "varlen_cuda")
 
 
 def select_backend(name: str, calls: Iterable[LayerCall], dtype: torch.dtype, device: torch.device, block_size: int) -> AttentionBackend:
-    """`name` is one of NAMES. A named backend that cannot serve raises ValueError; "auto" takes the next one."""
+    """The backend for `name`, one of NAMES. If it cannot serve the model, "auto" falls back to the reference and logs a warning; any other
+    name raises ValueError."""
     if name not in NAMES:
         raise ValueError(f"attention_backend must be one of {', '.join(NAMES)}, got {name!r}")
     if name == "reference":
@@ -56,7 +57,7 @@ def _why_not(name: str, calls: list[LayerCall], dtype: torch.dtype, device: torc
 
 
 def _create(name: str, calls: list[LayerCall], dtype: torch.dtype, device: torch.device, block_size: int) -> AttentionBackend:
-    """Raises RuntimeError with the reason when the machine lacks what the backend needs."""
+    """Raises RuntimeError with the reason if the machine lacks something that the backend needs."""
     if name == "native":
         from replicas.attention.native import NativeAttention
         from replicas.native.build import load_native_library

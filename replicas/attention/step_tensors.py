@@ -1,4 +1,4 @@
-"""One step's tokens and block tables as tensors. Letters of shapes: T packed tokens, R requests, M blocks of the longest."""
+"""One step's tokens and block tables as tensors. Shapes: T packed tokens, R requests, M blocks of the longest request."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from replicas.scheduling.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTensors:
-    """A packed step: every request's tokens one after the other, without padding. Made on the host; a runner moves it."""
+    """A packed step: every request's tokens one after the other, without padding. Created on the host; a runner moves it."""
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     slots_T: torch.Tensor
-    """int64 index block * block_size + offset where each token's K and V go."""
+    """int64, block * block_size + offset: the slot of each token's K and V."""
     query_starts_R1: torch.Tensor
     """int32, R + 1 prefix sums of the requests' token counts."""
     context_lens_R: torch.Tensor
-    """int32, tokens in KV once this step has written its own."""
+    """int32, tokens in KV after this step, its own included."""
     block_tables_RM: torch.Tensor
     """int32, padded with 0."""
     logit_rows: torch.Tensor
-    """int64 indices into T of the tokens whose logits are wanted, ascending."""
+    """int64, indices into T of the tokens whose logits are wanted, ascending."""
     max_query_len: int
     max_context_len: int
 
     arrays: StepArrays
-    """The same step on the host, from which another rank can make its own, and which hidden states are wanted."""
+    """The same step on the host, with the requested hidden states; other ranks build their tensors from it."""
 
     @classmethod
     def of(cls, plan: StepPlan, block_size: int) -> StepTensors:
@@ -59,7 +59,7 @@ class StepTensors:
         )
 
     def to(self, device: torch.device) -> StepTensors:
-        """The same step on a device; itself where that is the host."""
+        """The same step on a device; itself if that is the host."""
         if device.type == "cpu":
             return self
         names = ("token_ids_T", "positions_T", "slots_T", "query_starts_R1", "context_lens_R", "block_tables_RM", "logit_rows")

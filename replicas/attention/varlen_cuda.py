@@ -14,8 +14,8 @@ from replicas.scheduling.step_arrays import StepArrays
 
 
 class VarlenCudaAttention:
-    """float16 and bfloat16 without softcap. Which block sizes the kernel takes depends on the build of torch and the device: its own
-    FlashAttention 2 takes multiples of 256."""
+    """Attention in float16 and bfloat16, without softcap. The kernel's allowed block sizes depend on torch's build and on the device:
+    torch's own FlashAttention 2 takes multiples of 256."""
 
     name = "varlen_cuda"
     layout = KVLayout("thd", "thd")
@@ -25,13 +25,13 @@ class VarlenCudaAttention:
     def __init__(self, varlen_attn: Callable[..., object] | None = None) -> None:
         """`varlen_attn` stands in for torch's own."""
         if varlen_attn is None:
-            from torch.nn.attention.varlen import varlen_attn as from_torch  # only imported where chosen
+            from torch.nn.attention.varlen import varlen_attn as from_torch  # imported only if chosen
 
             varlen_attn = from_torch
         self._varlen_attn = varlen_attn
 
     def try_out(self, call: LayerCall, dtype: torch.dtype, device: torch.device, block_size: int) -> None:
-        """One token through the kernel. Raises RuntimeError with one line when it does not take such blocks or heads."""
+        """Runs one token through the kernel. Raises RuntimeError with a one-line reason if it does not take such blocks or heads."""
         arrays = StepArrays.with_blocks(
             token_ids_T=np.zeros(1, dtype=np.int32),
             lens_R=np.ones(1, dtype=np.int32),
@@ -52,7 +52,7 @@ class VarlenCudaAttention:
         )
         try:
             self.attend(call, q_HTD, k_KTD, v_KTD, kv, StepTensors.from_arrays(arrays).to(device))
-        except (RuntimeError, ValueError, AssertionError) as error:  # torch checks in all these ways
+        except (RuntimeError, ValueError, AssertionError) as error:  # torch's checks raise any of these
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RuntimeError(f"torch's kernel refuses blocks of {block_size} tokens: {said}; multiples of 256 work on any GPU") from error
 

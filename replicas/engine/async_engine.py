@@ -1,7 +1,7 @@
-"""The engine on a thread of its own, seen from an asyncio loop. Free of torch: the engine is loaded inside the thread.
+"""The engine on its own thread, driven from an asyncio loop. Free of torch: the engine is loaded inside the thread.
 
 The loop sends commands through one queue and gets progress back through `call_soon_threadsafe`, one call a step; no
-other state is shared. A step never waits for a reader, and whatever is ready when a reader wakes up comes as one item.
+other state is shared. A step never waits for a reader; all progress that is ready when a reader wakes up is one item.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class AsyncEngine:
         self._on_step = on_step
         self._commands: queue.SimpleQueue[Callable[[StepEngine], None] | None] = queue.SimpleQueue()
         self._streams: dict[RequestKey, _Stream] = {}
-        self._reads: set[asyncio.Future[KVChanges]] = set()  # answers that the thread still owes
-        self._engine: StepEngine | None = None  # once it has loaded; other threads may only wake it
+        self._reads: set[asyncio.Future[KVChanges]] = set()  # calls of kv_changes without an answer yet
+        self._engine: StepEngine | None = None  # set once loaded; other threads may only wake it
         self._stats = ReplicaStats()
         self._has_stepped = asyncio.Event()
         self._busy_since_s: float | None = None  # set while there is work; moved forward by each finished step
@@ -85,7 +85,7 @@ class AsyncEngine:
         self.epoch = time.time_ns()
 
     async def start(self) -> None:
-        """Loads the engine and returns when it can serve; raises what the load raised."""
+        """Loads the engine and returns when it can serve; raises the load's error."""
         self._loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
@@ -93,10 +93,10 @@ class AsyncEngine:
         await ready
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
-        """Yields what is ready until the request ends; closing the iterator or cancelling its task cancels the request.
+        """Yields progress until the request ends; closing the iterator or cancelling its task cancels the request.
 
-        A newer attempt at a key takes its place: the older stream ends as cancelled. Raises RequestRejected when the
-        engine cannot ever serve it or the key is in use, EngineUnhealthy when the engine is dead.
+        A newer attempt with the same key replaces the older one, whose stream ends as cancelled. Raises RequestRejected if
+        the engine can never serve the request or the key is in use, EngineUnhealthy if the engine is dead.
         """
         self._raise_if_dead()
         older = self._streams.get(request.key)
@@ -120,7 +120,7 @@ class AsyncEngine:
                 del self._streams[request.key]
 
     def cancel(self, request_id: str) -> int:
-        """Cancels every choice of a request; each of its streams ends with CANCELLED. Returns how many there were."""
+        """Cancels every choice of a request; each stream ends with CANCELLED. Returns the number of streams."""
         streams = [stream for key, stream in self._streams.items() if key.request_id == request_id]
         for stream in streams:
             self._cancel(stream)
@@ -128,32 +128,32 @@ class AsyncEngine:
 
     @property
     def callers(self) -> tuple[str, ...]:
-        """Whose requests are here; each once, the nameless left out."""
+        """Callers of the current requests, sorted, each once, without the empty name."""
         return tuple(sorted({stream.caller for stream in self._streams.values() if stream.caller}))
 
     def cancel_callers(self, callers: Collection[str]) -> int:
-        """Cancels every request of these callers; returns how many there were."""
+        """Cancels every request of these callers; returns the number of requests."""
         streams = [stream for stream in self._streams.values() if stream.caller in callers]
         for stream in streams:
             self._cancel(stream)
         return len(streams)
 
     def cancel_all(self) -> int:
-        """Cancels every request, so that its reader may take it elsewhere; returns how many there were. What has been handed
-        over is left to be taken."""
+        """Cancels every request, so that its reader can continue it elsewhere; returns the number of requests. KV of requests that
+        ended with HANDOFF stays readable."""
         streams = [stream for stream in self._streams.values() if not stream.is_finished]
         for stream in streams:
             self._cancel(stream)
         return len(streams)
 
     def stats(self) -> ReplicaStats:
-        """As of the end of the last step."""
+        """Statistics as of the end of the last step."""
         return self._stats
 
     async def kv_changes(self, since: int | None) -> KVChanges:
         """Changes since event `since`, read between two steps; None asks for the full state.
 
-        Raises EngineUnhealthy when the engine is dead, or ends before it answers.
+        Raises EngineUnhealthy if the engine is dead, or ends before it answers.
         """
         self._raise_if_dead()
         assert self._loop is not None
@@ -169,7 +169,7 @@ class AsyncEngine:
         return await future
 
     async def wait_leases_ended(self, timeout_s: float) -> int:
-        """Returns when no other replica may read blocks here any more, at the latest after `timeout_s`; how many may still."""
+        """Waits until no other replica holds a lease on blocks here, at most `timeout_s`; returns the number of open leases."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._stats.handoffs.num_leases and self._error is None:
@@ -178,14 +178,14 @@ class AsyncEngine:
         return self._stats.handoffs.num_leases
 
     def check_health(self) -> None:
-        """Raises EngineUnhealthy when the thread died or makes no progress."""
+        """Raises EngineUnhealthy if the thread died or makes no progress."""
         self._raise_if_dead()
         busy_since_s = self._busy_since_s
         if busy_since_s is not None and (stuck_s := self._clock() - busy_since_s) > self._progress_deadline_s:
             raise EngineUnhealthy(f"no step finished for {stuck_s:.0f} s although there is work")
 
     async def shutdown(self) -> None:
-        """Ends the thread after its current step; requests still running end as cancelled."""
+        """Ends the thread after its current step; running requests end as cancelled."""
         if self._thread is None:
             return
         self._put(None)
@@ -238,7 +238,7 @@ class AsyncEngine:
         assert self._loop is not None
         try:
             engine = self._load()
-        except Exception as error:  # noqa: BLE001  the caller of start() gets it
+        except Exception as error:  # noqa: BLE001  raised by start()
             self._error = error
             self._loop.call_soon_threadsafe(_reject, ready, error)
             return
@@ -301,7 +301,7 @@ def _next_or(
 
 
 def _ignore_result(result: bool) -> None:
-    """A cancel that finds nothing is not an error: the request ended first."""
+    """A cancel that finds no request is not an error: the request ended first."""
 
 
 def _resolve(future: asyncio.Future[Any], value: object) -> None:

@@ -1,4 +1,4 @@
-"""From the logits of a step to the tokens of its chunks. Letters of shapes: N rows of logits, V vocabulary."""
+"""From the logits of a step to the tokens of its chunks. Shapes: N rows of logits, R of which are sampled, V vocabulary."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class DrawnTokens:
 
     token_ids: list[list[int]]
     logprobs: list[list[TokenLogprob]]
-    """One per token, empty where none were asked for."""
+    """One per token, or empty if not requested."""
     errors: dict[int, str] = field(default_factory=dict)
-    """index -> why no token could be drawn."""
+    """index of the chunk -> why no token could be drawn."""
 
 
 class ChunkSampler:
-    """Scores prompts and draws tokens. Changes no request but for the scores it notes.
+    """Scores prompts and draws tokens. Changes no request except that it appends the prompt's log-probabilities.
 
-    Drafts are verified by the ordinary draws: the token at a draft's place is drawn as if the draft did not exist, and only a draft
-    that is equal to it makes the next row count. So drafts change no token, whatever the temperature, penalties or grammar.
+    Drafts are verified by the ordinary draws: the token at a draft's position is drawn as if the draft did not exist, and the next row
+    is used only if the draft equals that token. So drafts change no token, whatever the temperature, penalties or grammar.
     """
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
     def sample(self, plan: StepPlan, logits_NV: torch.Tensor) -> DrawnTokens:
-        """`logits_NV` are those of all chunks' `logits` positions. Raises what torch raises."""
+        """`logits_NV` has the rows of all chunks' `logits` positions, in order. Raises torch's errors."""
         chunks: list[ScheduledChunk] = []
         first_rows: list[int] = []
         row = 0
@@ -70,9 +70,9 @@ class ChunkSampler:
         )
 
     def _verify(self, chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], logits_NV: torch.Tensor, drawn: DrawnTokens) -> None:
-        """Draws on, row by row, for the chunks whose last token is their next draft. What fails behind an accepted draft is left to the
-        next step, which meets it again without drafts."""
-        tried = [0] * len(chunks)  # tokens that a request has only for the draws of further rows
+        """Draws further rows, one at a time, for chunks whose newest token equals their next draft. A row that fails behind an accepted
+        draft is left out; the next step computes its position again, without drafts."""
+        tried = [0] * len(chunks)  # tokens appended to a request only for the draws of further rows
         open_ = [
             index
             for index, (chunk, token_ids) in enumerate(zip(chunks, drawn.token_ids, strict=True))
@@ -99,7 +99,7 @@ class ChunkSampler:
 
     @staticmethod
     def _continues(chunk: ScheduledChunk, token_ids: Sequence[int]) -> bool:
-        """Whether the row behind the last of these tokens was computed for it: it is a draft, and does not end the request."""
+        """Whether the next row is valid: the last of these tokens equals its draft and does not end the request."""
         place = len(token_ids) - 1
         is_draft = place < len(chunk.draft_ids) and token_ids[place] == chunk.draft_ids[place]
         return is_draft and token_ids[place] not in chunk.state.stop_token_ids

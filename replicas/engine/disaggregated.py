@@ -1,4 +1,4 @@
-"""Prefill on one engine and decode on another, as one engine: what a gateway does with two pools, inside one process."""
+"""Prefill on one engine and decode on another, as one engine: a gateway's work with two pools, inside one process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Transfer = Literal["auto", "in-process", "process-group"]
 
 
 class _Pair:
-    """One request on its way through both engines."""
+    """One request in both engines."""
 
     def __init__(self, request: GenerationRequest, *, has_prefill: bool) -> None:
         self.request = request
         self.merge = PairedProgress(request)
         self.has_prefill = has_prefill
-        self.decode_attempt: int | None = None  # once the decode engine has it
+        self.decode_attempt: int | None = None  # attempt number in the decode engine, once sent there
         if not has_prefill:
             self.merge.lose_prefill()
 
@@ -34,8 +34,8 @@ class _Pair:
 class DisaggregatedEngine:
     """Owns a prefill engine and a decode engine, and steps both on the caller's thread.
 
-    The decode engine begins to pull when the first chunk of a prefill is computed. `PairedProgress` makes one stream of both; a
-    prefill that fails leaves the decode engine to do it all.
+    The decode engine begins to pull when the first chunk of a prefill is computed. `PairedProgress` merges both streams into one.
+    If a prefill fails, the decode engine computes the whole request.
     """
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
@@ -47,9 +47,10 @@ class DisaggregatedEngine:
 
     @classmethod
     def load(cls, config: EngineConfig, transfer: Transfer = "auto", decode_config: EngineConfig | None = None) -> DisaggregatedEngine:
-        """Loads both, of one model; `decode_config` is the decode engine's when it differs, in `tensor_parallel_size` for example.
+        """Loads both engines of one model; `decode_config` is the decode engine's if it differs, for example in
+        `tensor_parallel_size`.
 
-        transfer auto is in-process where neither engine has further ranks. Raises ValueError naming the setting.
+        Transfer "auto" is in-process if both engines have one rank, else process-group. Raises ValueError naming the setting.
         """
         if transfer not in get_args(Transfer):
             raise ValueError(f"transfer must be one of {', '.join(get_args(Transfer))}, got {transfer!r}")
@@ -74,7 +75,7 @@ class DisaggregatedEngine:
         return bool(self._pairs or self._unreported) or self.prefill.has_work or self.decode.has_work
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Raises RequestRejected when either engine could never serve it."""
+        """Raises RequestRejected if either engine could never serve it."""
         if request.key in self._pairs:
             raise RequestRejected(f"request {request.request_id!r} choice {request.choice} is already running")
         num_tokens, longest = len(request.prompt_ids), self.decode.description.max_model_len
@@ -83,7 +84,7 @@ class DisaggregatedEngine:
         pair = _Pair(request, has_prefill=not request.wants_prompt_logprobs)
         if pair.has_prefill:
             self.prefill.add_request(replace(request, wants_handoff=True))
-        else:  # they need every position's logits, and so one engine that computes them all
+        else:  # prompt_logprobs need the logits of every position from one engine
             self.decode.add_request(request)
             pair.decode_attempt = request.attempt
         self._pairs[request.key] = pair
@@ -97,7 +98,7 @@ class DisaggregatedEngine:
         return True
 
     def step(self) -> StepOutput:
-        """One step of each engine; waits a little for transfers when neither has anything to compute."""
+        """One step of each engine; waits a little for transfers if neither has anything to compute."""
         outputs = []
         progress, self._unreported = self._unreported, []
         for engine, take in ((self.prefill, self._take_prefill), (self.decode, self._take_decode)):
@@ -119,12 +120,12 @@ class DisaggregatedEngine:
         )
 
     def wake(self) -> None:
-        """From any thread: a step that waits for transfers ends at once."""
+        """Ends a step that waits for transfers. Callable from any thread."""
         self.prefill.wake()
         self.decode.wake()
 
     def stats(self) -> ReplicaStats:
-        """The decode engine's, with the prefill engine's queue and prefill rate."""
+        """Statistics of the decode engine, with the prefill engine's queue and prefill rate."""
         first, second = self.prefill.stats(), self.decode.stats()
         return replace(
             second,
@@ -136,7 +137,7 @@ class DisaggregatedEngine:
         )
 
     def kv_changes(self, since: int | None) -> KVChanges:
-        """The prefill engine's: prefixes are looked for there."""
+        """Changes in the prefill engine, where prefixes are looked up."""
         return self.prefill.kv_changes(since)
 
     def close(self) -> None:
@@ -177,8 +178,8 @@ class DisaggregatedEngine:
         return []
 
     def _resend(self, pair: _Pair) -> list[RequestProgress]:
-        """The decode engine computes the KV itself, and goes on behind the tokens that were reported."""
-        assert pair.decode_attempt is not None, "only what the decode engine says can ask for it"
+        """Sends the request to the decode engine anew: it computes the KV itself and continues after the reported tokens."""
+        assert pair.decode_attempt is not None, "only the decode engine's progress can require it"
         self._cancel_engines(pair.request.key)
         output_ids = pair.request.output_ids + pair.merge.first_ids
         again = replace(pair.request, output_ids=output_ids, attempt=pair.decode_attempt + 1)
@@ -188,7 +189,7 @@ class DisaggregatedEngine:
         return self._send_to_decode(pair, again)
 
     def _report(self, pair: _Pair, told: RequestProgress | None) -> list[RequestProgress]:
-        """`told` as its caller must see it; with the ending, nothing is left of the request in either engine."""
+        """`told` under the caller's attempt number; if it is the ending, removes the request from both engines."""
         if told is None:
             return []
         if told.finish_reason is not None:

@@ -37,7 +37,7 @@ MAX_FAILED_STEPS = 3
 class Engine:
     """Owns one model's scheduler, runner and sampler. Not thread-safe: one thread makes all calls.
 
-    Every accepted request ends with exactly one progress that has a finish reason, whatever happens to its step.
+    Every accepted request ends with exactly one progress that has a finish reason, even if its step fails.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Engine:
         handoffs: KVExchange | None = None,
         leader: Leader | None = None,
     ) -> None:
-        """`handoffs` lets it exchange KV with other engines; every engine computes prefills and decodes alike. `leader` owns
-        the other ranks, which `runner` talks to."""
+        """`handoffs` exchanges KV with other engines; None is `NoExchange`. Every engine can compute prefills and decodes.
+        `leader` owns the other ranks, to which `runner` sends each step."""
         self.description = description
         self.scheduler = scheduler
         self.handoffs: KVExchange = handoffs or NoExchange()
@@ -72,7 +72,7 @@ class Engine:
         return self.scheduler.has_work or self.handoffs.has_work
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Accepts a request for the next steps. Raises RequestRejected when it can never be served here."""
+        """Accepts a request for the next steps. Raises RequestRejected if it can never be served here."""
         vocab_size = self.description.vocab_size
         params = request.params
         for name, ids in (
@@ -92,17 +92,17 @@ class Engine:
             self.handoffs.start_pull(state)
 
     def cancel(self, key: RequestKey) -> bool:
-        """Frees the request's blocks at once; the next step reports it as cancelled. False when it already ended; what it
-        left for another engine is taken back all the same."""
+        """Frees the request's blocks at once; the next step reports it as cancelled. Returns False if it already ended. Its offer
+        to other engines is withdrawn in both cases."""
         is_cancelled = self.scheduler.cancel(key)
         self.handoffs.drop(key)
         return is_cancelled
 
     def step(self, *, may_wait: bool = True) -> StepOutput:
-        """Computes one budget of tokens. A step that fails takes its own requests with it and no others.
+        """Computes one budget of tokens. If the step fails, its requests fail and no others.
 
-        With nothing to compute it waits a little for transfers under way, unless `may_wait` is False. Raises RuntimeError
-        once MAX_FAILED_STEPS steps in a row have failed: a broken device must not continue to attract work.
+        With nothing to compute it waits a little for transfers, unless `may_wait` is False. Raises RuntimeError once
+        MAX_FAILED_STEPS steps in a row have failed: a broken device must not attract more work.
         """
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise RuntimeError(f"the last {self._num_failed_steps} steps failed; the log has the reasons")
@@ -121,17 +121,17 @@ class Engine:
         return output
 
     def _compute(self, plan: StepPlan) -> StepOutput:
-        """Run, sample, update; without the step's duration."""
+        """Runs, samples and updates; `step_s` of the output is not set."""
         result: StepResult | None = None
         offers: list[RequestProgress] = []
         try:
             result = self._runner.forward(StepTensors.of(plan, self.description.block_size))
             drawn = self._chunk_sampler.sample(plan, result.logits_NV)
-        except (RuntimeError, MemoryError) as error:  # what torch raises for a failed kernel or no memory
+        except (RuntimeError, MemoryError) as error:  # torch raises these for a failed kernel or no memory
             logger.exception("a step of %d requests failed", len(plan.chunks))
             progress = self.scheduler.fail_step(plan, f"the engine step failed: {error}")
             self._num_failed_steps += 1
-        except BaseException:  # a second interrupt, or a bug of ours: nobody may find blocks that nobody wrote
+        except BaseException:  # a second interrupt, or our bug: blocks that were not written must not be found
             self.scheduler.pool.forget(plan.published)
             raise
         else:
@@ -149,7 +149,7 @@ class Engine:
         )
 
     def wake(self) -> None:
-        """From any thread: a step that waits for transfers ends at once."""
+        """Ends a step that waits for transfers. Callable from any thread."""
         self.handoffs.wake()
 
     def stats(self) -> ReplicaStats:
@@ -171,14 +171,14 @@ class Engine:
         )
 
     def kv_changes(self, since: int | None) -> KVChanges:
-        """Prefix-cache events from number `since`; the full state when they are gone or `since` is None."""
+        """Prefix-cache events from number `since`; the full state if these are gone or `since` is None."""
         log = self.scheduler.pool.events
         if since is not None and (events := log.since(since)) is not None:
             return KVChanges(first_event=since, events=events, is_full_state=False)
         return KVChanges(first_event=log.next_number, events=self.scheduler.pool.stored_blocks(), is_full_state=True)
 
     def check(self) -> None:
-        """Raises AssertionError when an invariant of blocks or requests does not hold."""
+        """Raises AssertionError if an invariant of blocks or requests does not hold."""
         self.scheduler.check(self.handoffs.checked_tables())
 
     def close(self) -> None:
@@ -190,13 +190,13 @@ class Engine:
             self._leader.close()
 
     def check_ranks(self) -> None:
-        """Raises RankLost once another rank of this replica is lost, whether or not there is work. Any thread may ask."""
+        """Raises RankLost once another rank of this replica is lost, with or without work. Callable from any thread."""
         if self._leader is not None:
             self._leader.check()
 
 
 def _with_logprobs(plan: StepPlan, drawn: DrawnTokens, progress: list[RequestProgress]) -> list[RequestProgress]:
-    """The progress of a step's requests with what they asked for beside tokens."""
+    """The progress of a step's requests, with the log-probabilities that they requested."""
     states = [chunk.state for chunk in plan.chunks if chunk.samples]
     logprobs = {state.key: found for state, found in zip(states, drawn.logprobs, strict=True) if found}
     scored = {state.key: state for state in states if state.prompt_logprobs is not None}
@@ -215,7 +215,7 @@ def _with_logprobs(plan: StepPlan, drawn: DrawnTokens, progress: list[RequestPro
 
 
 def _merged(progress: list[RequestProgress]) -> tuple[RequestProgress, ...]:
-    """What belongs to one request as one progress; in the order in which they first came."""
+    """One progress for each request and attempt, in the order of their first appearance."""
     merged: list[RequestProgress] = []
     places: dict[tuple[RequestKey, int], int] = {}
     for item in progress:

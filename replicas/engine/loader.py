@@ -1,4 +1,4 @@
-"""From an EngineConfig to a running Engine: load, probe, size, check. Every choice is logged with its reason."""
+"""From an EngineConfig to a running Engine: load, probe, size, check. Logs every choice with its reason."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ logger = logging.getLogger(__name__)
 
 MIN_BUDGET_TOKENS = 128
 FINGERPRINT_VALUES = 16
-"""Of each parameter."""
+"""First values of each parameter that the fingerprint hashes."""
 MAX_SCORED_LOGITS = 1 << 25
-"""Of one step, kept for prompt_logprobs: 128 MiB in float32, whatever the prompt and the budget."""
+"""Most logits of one step kept for prompt_logprobs, whatever the prompt and the budget: 128 MiB in float32."""
 CHECK_TOKENS = 48
 CHECK_TOLERANCE = {torch.float32: 1e-3}
-"""Greatest mean difference of logits from transformers' own, in standard deviations of the logits."""
+"""Largest allowed mean difference from transformers' own logits, in standard deviations of the logits."""
 CHECK_TOLERANCE_HALF = 0.15
 CHECK_TOLERANCE_QUANTIZED: dict[Quantization, float] = {"int8": 0.15, "int4": 0.5}
-"""The same with weights that differ from transformers' by their rounding. Unrelated logits differ by 1.1 deviations."""
+"""The same for weights rounded by quantization. Unrelated logits differ by 1.1 deviations."""
 
 
 def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None, launcher: RankLauncher | None = None) -> Engine:
-    """`wiring` says how handoffs travel; None takes what the role needs. `launcher` starts the other ranks of a replica; None
-    starts processes of this machine. Raises ValueError with one line that names the fix."""
+    """`wiring` connects handoffs; None chooses by role. `launcher` starts the other ranks of a replica; None starts processes on
+    this machine. Raises ValueError with one line that names the fix."""
     wiring = wiring or (None if config.role == "unified" else RemoteWiring())
     if config.tensor_parallel_size > 1:
         config = replace(config, num_threads=threads_per_rank(config))
@@ -152,7 +152,7 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
 
 
 def _fingerprint(loaded: LoadedModel, config: EngineConfig) -> str:
-    """Of names, shapes, some values and the quantization of the weights, so that it depends on no path, machine or number of ranks."""
+    """Hash of the weights' names, shapes, first values and quantization; the same for any path, machine and number of ranks."""
     digest = hashlib.sha256(f"{loaded.model.config.model_type} {config.weights_version} {config.quantization}".encode())
     if loaded.part is not None:
         parameters = checkpoint_values(loaded.choice, FINGERPRINT_VALUES)
@@ -166,14 +166,14 @@ def _fingerprint(loaded: LoadedModel, config: EngineConfig) -> str:
 
 
 class _DryRun:
-    """Steps outside any scheduler, on blocks that hold nothing yet."""
+    """Runs steps without a scheduler, on blocks that are still empty."""
 
     def __init__(self, runner: ModelRunner, loaded: LoadedModel, block_size: int, size: KVSize) -> None:
         self._runner, self._loaded, self._block_size = runner, loaded, block_size
         self.max_tokens = min(size.max_model_len, size.num_blocks * block_size)
 
     def logits(self, token_ids: list[int], chunk_ends: list[int]) -> torch.Tensor:
-        """Runs one sequence in chunks that end at `chunk_ends`; the logits [len(chunk_ends), V] of each chunk's last token."""
+        """Runs one sequence in chunks that end at `chunk_ends`; returns the logits [len(chunk_ends), V] of their last tokens."""
         request = GenerationRequest(request_id="dry-run", prompt_ids=tuple(token_ids), params=SamplingParams(), seed=0)
         chain = BlockKeyChain(CacheIdentity(), self._block_size)
         state = RequestState(request, arrival_number=0, chain=chain, max_num_tokens=len(token_ids))
@@ -188,15 +188,15 @@ class _DryRun:
         return torch.cat(rows)
 
     def budgets_for(self, config: EngineConfig) -> tuple[int, int]:
-        """Tokens that steps compute in about `max_step_s` and `max_mixed_step_s`, measured: the budget, at least 128 and twice
-        `max_num_seqs`, and that of mixed steps, at least a block."""
+        """Measured budgets (full steps, mixed steps): the tokens that a step computes in about `max_step_s` and `max_mixed_step_s`.
+        The first is at least 128 and twice `max_num_seqs`, the second at least a block."""
         rate = self._tokens_per_s(config.max_step_s)
         blocks, mixed_blocks = (int(rate * s) // self._block_size for s in (config.max_step_s, config.max_mixed_step_s))
         budget = max(min(blocks * self._block_size, MAX_BUDGET_TOKENS), MIN_BUDGET_TOKENS, 2 * config.max_num_seqs)
         return budget, min(budget, max(mixed_blocks, 1) * self._block_size)
 
     def _tokens_per_s(self, max_step_s: float) -> float:
-        """Of the fastest prefill step that takes about as long, or of a shorter one."""
+        """Best prefill rate over steps of doubling size, up to the first that takes more than half of `max_step_s`."""
         num_tokens, best = min(64, self.max_tokens), 0.0
         self._step_s(num_tokens)  # the first steps at a size pay for allocations and caches
         while True:
@@ -219,7 +219,7 @@ class _DryRun:
 
 
 class _SelfCheck:
-    """Compares chunked paged logits with transformers' own on one short sequence. Made before a runner takes the weights."""
+    """Compares chunked paged logits with transformers' own on one short sequence. Constructed before a runner takes the weights."""
 
     def __init__(self, loaded: LoadedModel, max_model_len: int, quantization: Quantization | None) -> None:
         self._loaded = loaded
@@ -235,7 +235,7 @@ class _SelfCheck:
             self._expected_TV = streamed_logits(loaded.choice, token_ids_T)
 
     def compare(self, dry_run: _DryRun, *, is_native: bool) -> None:
-        """Raises UnsupportedModel, or NativeMismatch for the native runner, when the logits differ."""
+        """Raises UnsupportedModel, or NativeMismatch for the native runner, if the logits differ."""
         num_tokens = len(self._token_ids)
         ends = sorted({max(1, num_tokens // 3), num_tokens - 1, num_tokens})
         expected_NV = self._expected_TV[[end - 1 for end in ends]]
@@ -254,7 +254,7 @@ class _SelfCheck:
 
 
 def _spread_token_ids(num_tokens: int, vocab_size: int) -> list[int]:
-    """Spread over the vocabulary, the same each time."""
+    """Token ids spread over the vocabulary, always the same."""
     return [(7919 * i + 13) % vocab_size for i in range(num_tokens)]
 
 
@@ -272,7 +272,7 @@ def _log_choices(
     if mixed_budget is not None:
         reason = (
             f"measured to take about {config.max_step_s} s; {mixed_budget} where requests decode, for about {config.max_mixed_step_s} s, "
-            "and never less than lets prompts go on"
+            "with at least a block for prompts"
         )
     logger.info(
         "max_model_len %d: room for %.1f such requests at once; max_num_seqs %d; %d tokens a step (%s); %d threads",

@@ -1,4 +1,4 @@
-"""What an engine exports as metrics, as names and values. Free of Ray: whoever exports them is injected."""
+"""Names and values of an engine's metrics. Free of Ray: the sink is injected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from replicas.request import StepOutput
 from replicas.stats import ReplicaStats
 
-# Name -> (help text, value of the statistics). All carry the tags model, replica, role, runner and quantization.
+# Name -> (help text, its value from the statistics). All have the tags model, replica, role, runner and quantization.
 GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_requests_running": ("Requests in the engine's batch", lambda stats: stats.num_running),
     "manta_requests_waiting": ("Requests in the engine's own queue", lambda stats: stats.num_waiting),
@@ -23,15 +23,15 @@ GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_prefill_tokens_per_second": ("Measured prefill rate", lambda stats: stats.prefill_tokens_per_s or 0.0),
     "manta_kv_leases": ("Leases under which other replicas may read KV here", lambda stats: stats.handoffs.num_leases),
     "manta_kv_transfer_tokens_per_second": (
-        "Measured rate at which KV of other replicas comes in",
+        "Measured rate of KV received from other replicas",
         lambda stats: stats.transfer_tokens_per_s or 0.0,
     ),
 }
 
 COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_engine_steps": ("Steps run", lambda stats: stats.num_steps),
-    "manta_engine_graphed_steps": ("Of the steps run, those replayed as CUDA graphs", lambda stats: stats.num_graphed_steps),
-    "manta_prompt_tokens": ("Prompt tokens computed, again after a preemption included", lambda stats: stats.num_prompt_tokens),
+    "manta_engine_graphed_steps": ("Steps replayed as CUDA graphs", lambda stats: stats.num_graphed_steps),
+    "manta_prompt_tokens": ("Prompt tokens computed, recomputed ones included", lambda stats: stats.num_prompt_tokens),
     "manta_cached_prompt_tokens": ("Prompt tokens whose KV came from the prefix cache", lambda stats: stats.num_cached_tokens),
     "manta_generated_tokens": ("Tokens generated", lambda stats: stats.num_generated_tokens),
     "manta_preemptions": ("Requests whose KV was dropped to be computed again", lambda stats: stats.num_preemptions),
@@ -39,12 +39,12 @@ COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_requests_cancelled": ("Requests that their client or gateway cancelled", lambda stats: stats.num_cancelled),
     "manta_requests_failed": ("Requests that the engine could not finish", lambda stats: stats.num_failed),
     "manta_kv_offers": ("Requests whose KV was offered to other replicas", lambda stats: stats.handoffs.num_offers),
-    "manta_kv_leases_expired": ("Leases that nobody renewed in time", lambda stats: stats.handoffs.num_leases_expired),
+    "manta_kv_leases_expired": ("Leases that expired without renewal", lambda stats: stats.handoffs.num_leases_expired),
     "manta_kv_loads": ("Requests whose KV came from another replica", lambda stats: stats.handoffs.num_loads),
-    "manta_kv_recomputes": ("Requests whose KV should have come and was computed here", lambda stats: stats.handoffs.num_recomputes),
-    "manta_kv_transfer_bytes": ("Bytes of KV that came from other replicas", lambda stats: stats.handoffs.num_bytes),
-    "manta_kv_transfer_seconds": ("Time in which they moved", lambda stats: stats.handoffs.transfer_s),
-    "manta_kv_transfer_overlap_seconds": ("The part of it before the prefill had ended", lambda stats: stats.handoffs.overlap_s),
+    "manta_kv_recomputes": ("Requests whose KV was computed after a failed handoff", lambda stats: stats.handoffs.num_recomputes),
+    "manta_kv_transfer_bytes": ("KV bytes received from other replicas", lambda stats: stats.handoffs.num_bytes),
+    "manta_kv_transfer_seconds": ("Seconds in which KV bytes moved", lambda stats: stats.handoffs.transfer_s),
+    "manta_kv_transfer_overlap_seconds": ("Seconds of KV transfer before the prefill ended", lambda stats: stats.handoffs.overlap_s),
 }
 
 STEP_SECONDS = "manta_step_seconds"
@@ -52,7 +52,7 @@ STEP_SECONDS_BOUNDS = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 
 
 
 class MetricSink(Protocol):
-    """Where values go."""
+    """Receives the values."""
 
     def set_gauge(self, name: str, value: float) -> None: ...
     def add_counter(self, name: str, value: float) -> None: ...
@@ -60,7 +60,7 @@ class MetricSink(Protocol):
 
 
 class EngineMetrics:
-    """Turns statistics, whose counters only grow, into increments. Owns the last values exported."""
+    """Turns counters of the statistics into increments. Owns the last exported values."""
 
     def __init__(self, sink: MetricSink) -> None:
         self._sink = sink
@@ -76,5 +76,5 @@ class EngineMetrics:
                 self._exported[name] = count
 
     def note_step(self, output: StepOutput) -> None:
-        if output.step_s > 0:  # not a step that only told of endings
+        if output.step_s > 0:  # 0 for a step that only reported endings
             self._sink.observe_step(output.step_s)

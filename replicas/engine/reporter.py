@@ -17,25 +17,25 @@ logger = logging.getLogger(__name__)
 Push = Callable[[ReplicaReport], Awaitable[ReportReply]]
 
 MAX_REPORTS_PER_S = 300.0
-"""All replicas together; keeps the router's core free for decisions."""
+"""Limit for all replicas together, so that the router's core stays free for decisions."""
 MIN_INTERVAL_S = 0.05
 IDLE_INTERVAL_S = 0.5
-"""Between reports of a replica in which nothing happens, or that is deep in a long step: a word that it lives."""
+"""Heartbeat: between reports of a replica that is idle or in a long step."""
 
 
 def report_interval_s(num_replicas: int) -> float:
-    """Seconds between two reports of one replica, so that all together stay under MAX_REPORTS_PER_S."""
+    """Seconds between two reports of one replica, so that all replicas together stay under MAX_REPORTS_PER_S."""
     return max(MIN_INTERVAL_S, num_replicas / MAX_REPORTS_PER_S)
 
 
 def longest_silence_s(num_replicas: int) -> float:
-    """Seconds that may pass between two reports of a replica that is well."""
+    """Longest time in seconds between two reports of a healthy replica."""
     return max(IDLE_INTERVAL_S, report_interval_s(num_replicas))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaIdentity:
-    """What stays the same in every report of one replica."""
+    """The constant part of one replica's reports."""
 
     replica_id: str
     model: str
@@ -47,8 +47,8 @@ class ReplicaIdentity:
 class Reporter:
     """Owns the number of the next KV event to send. An event is sent again until a report with it was answered.
 
-    Events are read in the engine's thread between two steps. While a step takes longer than IDLE_INTERVAL_S, reports without
-    events go out all the same: the router must be able to tell a long step from a replica that hangs.
+    Events are read in the engine's thread between two steps. While a step takes longer than `idle_interval_s`, reports go out
+    without events, so that the router can tell a long step from a hung replica.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Reporter:
         self._is_draining = is_draining
         self._next_event = 0
         self._needs_full_state = True
-        self._read: asyncio.Task[KVChanges] | None = None  # an answer that the engine's thread still owes
+        self._read: asyncio.Task[KVChanges] | None = None  # a read that the engine's thread has not answered yet
         self._is_failing = False
-        self._last: tuple[ReplicaStats, bool] | None = None  # what the last report said, but for events
+        self._last: tuple[ReplicaStats, bool] | None = None  # statistics and draining flag of the last report
 
     async def run(self) -> None:
-        """Reports until cancelled, at most one report under way; an unreachable router is tried again at the next interval."""
+        """Reports until cancelled, one report at a time; an unreachable router is tried again at the next interval."""
         loop = asyncio.get_running_loop()
         next_s = loop.time()
         idle_until_s = next_s
@@ -94,7 +94,7 @@ class Reporter:
                 self._read.cancel()
 
     async def report_once(self) -> bool:
-        """Sends one report; False when the router did not take it."""
+        """Sends one report; False if the router did not accept it."""
         changes = await self._read_changes()
         report = ReplicaReport(
             replica_id=self._identity.replica_id,
@@ -113,11 +113,11 @@ class Reporter:
         try:
             async with asyncio.timeout(self._timeout_s):
                 reply = await self._push(report)
-        except Exception as error:  # noqa: BLE001 - the push is injected: whatever its transport raises means "not delivered"
+        except Exception as error:  # noqa: BLE001 - the push is injected: any error of its transport means "not delivered"
             self._note_failure(error)
             return False
         self._is_failing = False
-        # A full state counts as the one position it was read at, however many blocks it lists.
+        # A full state stands for one event number, however many blocks it lists.
         self._next_event = changes.first_event if changes.is_full_state else changes.first_event + len(changes.events)
         self._needs_full_state = reply.resync
         if reply.dead_callers and (num := self._engine.cancel_callers(reply.dead_callers)):
@@ -125,7 +125,7 @@ class Reporter:
         return True
 
     async def _read_changes(self) -> KVChanges:
-        """Events since the last report; none of them when the engine is too busy to tell."""
+        """Events since the last report; none if the engine is in a long step."""
         if self._read is None:
             since = None if self._needs_full_state else self._next_event
             self._read = asyncio.create_task(self._engine.kv_changes(since), name="kv-changes")
@@ -136,7 +136,7 @@ class Reporter:
         return read.result()
 
     def _note_failure(self, error: Exception) -> None:
-        """Logs the first of a row of failures; a restarted router gets the full state anyway when it asks for it."""
+        """Logs the first failure in a row. A restarted router asks for the full state, so nothing else is needed."""
         if not self._is_failing:
             logger.warning("replica %s cannot report: %r", self._identity.replica_id, error)
         self._is_failing = True

@@ -1,4 +1,4 @@
-"""Counters and measured rates of an engine, from the outputs of its steps. Free of torch."""
+"""Counters and measured rates of an engine, computed from its step outputs. Free of torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from replicas.stats import ReplicaStats, smoothed
 
 
 class StepStatistics:
-    """Owns what only grows (counters) and what is smoothed (rates): an exponentially weighted mean over steps."""
+    """Owns an engine's counters, which only grow, and its rates, which are exponentially weighted means over steps."""
 
     def __init__(self) -> None:
         self._prefill_tokens_per_s: float | None = None
@@ -38,10 +38,10 @@ class StepStatistics:
         if output.num_prefill_tokens == 0:
             self._decode_step_s = smoothed(self._decode_step_s, output.step_s)
         elif output.cuts_a_prompt and output.num_decode_tokens:
-            # Held back for the decodes beside it: so fast a prompt comes in now, and whoever waits for it waits that long.
+            # The prompt was held back for decodes: this is the rate that a waiting request sees.
             self._prefill_tokens_per_s = smoothed(self._prefill_tokens_per_s, output.num_prefill_tokens / output.step_s)
         elif output.num_prefill_tokens >= 4 * output.num_decode_tokens:
-            # A step with few prefill tokens costs about what its decodes cost, and says nothing of the prefill rate.
+            # A step with fewer prefill tokens costs about as much as its decodes, so it does not show the prefill rate.
             self._prefill_tokens_per_s = smoothed(self._prefill_tokens_per_s, num_tokens / output.step_s)
 
     def snapshot(self) -> ReplicaStats:

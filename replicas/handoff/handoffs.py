@@ -1,4 +1,4 @@
-"""An engine's part in handoffs: offering the KV of its prefills, and bringing KV for its requests. Used by the engine's thread."""
+"""An engine's handoffs: offers the KV of its prefills, and pulls KV for its requests. Used by the engine's thread."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from replicas.stats import HandoffStats
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.01
-"""Longest sleep of an engine that has only transfers to wait for; a command to it waits as long."""
+"""Longest sleep of an engine that only waits for transfers."""
 PULL_DEADLINE_S = 30.0
 LOAD_LEASE_S = 2 * PULL_DEADLINE_S
-"""A pull ends by deadlines of its own; this is for one that does not, and longer than any of them."""
+"""Backstop for a pull that does not end by its own deadlines; longer than any of them."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """A request whose KV is wanted from elsewhere."""
+    """A request whose KV is pulled from another engine."""
 
     state: RequestState
     pull: HandoffPull
-    number: int  # of the other ranks' pulls
+    number: int  # names the other ranks' pulls
     num_tokens: int
-    ref: TransferRef | None = None  # once its blocks are reserved
+    ref: TransferRef | None = None  # set once its blocks are reserved
     is_closed: bool = False
 
 
@@ -49,7 +49,7 @@ class HandoffCounters:
     num_offers: int = 0
     num_loaded: int = 0
     num_recomputed: int = 0
-    """Handoffs that could not be had, so that their KV was computed here."""
+    """Handoffs that failed, so that their KV was computed here."""
     num_bytes: int = 0
     transfer_s: float = 0.0
     overlap_s: float = 0.0
@@ -57,11 +57,11 @@ class HandoffCounters:
 
 
 class Handoffs:
-    """Owns one engine's offers and pulls; the ownership of blocks is in `KVOwnership`, the requests in the Scheduler.
+    """Owns one engine's offers and pulls. `KVOwnership` owns the blocks' transfers, the Scheduler the requests.
 
-    A request that ends, is cancelled or preempted takes its offer or its pull with it. Whatever goes wrong with a pull,
-    the request's KV is computed here instead, from the blocks that it holds already. With several ranks each offers and
-    brings its own heads; a pull is whole when all ranks' pulls are, and a request goes on when no rank writes for it any more.
+    When a request ends, is cancelled or preempted, its offer or pull ends too. If a pull fails for any reason, the request's
+    KV is computed here instead, into the blocks that it already holds. With several ranks, each offers and pulls its own heads;
+    a pull succeeds if all ranks' pulls do, and its request continues only when no rank writes for it any more.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Handoffs:
         changed: threading.Event | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`address` is where `source` is served, with the `kv_heads` of rank 0, and `changed` is set when a transfer ends (shared
-        by engines of one thread). `on_close` ends what serves it."""
+        """`source` is served at `address`, with the `kv_heads` of rank 0. `changed` is set when a transfer ends; engines on one
+        thread share it. `on_close` stops the server."""
         self.ownership = ownership
         self.source = source
         self.counters = HandoffCounters()
@@ -97,13 +97,13 @@ class Handoffs:
         ranks.when_changed(self.changed.set)
         self._on_close = on_close
         self._offers: dict[RequestKey, tuple[RequestState, TransferRef]] = {}
-        self._handed_over: dict[RequestKey, TransferRef] = {}  # ended here, not taken by the other side yet
+        self._handed_over: dict[RequestKey, TransferRef] = {}  # ended here with HANDOFF, lease still open
         self._loads: dict[RequestKey, _Load] = {}
-        self._ending: list[HandoffPull] = []  # cancelled, their threads not ended yet
+        self._ending: list[HandoffPull] = []  # cancelled pulls whose threads still run
 
     @property
     def has_work(self) -> bool:
-        """Blocks are lent or borrowed, so steps must go on until they are back."""
+        """Whether transfers hold blocks or pulls run, so that steps must continue until they end."""
         return bool(self._loads or self._ending) or self.ownership.has_transfers
 
     @property
@@ -111,7 +111,7 @@ class Handoffs:
         return self.rate.tokens_per_s
 
     def check_request(self, request: GenerationRequest) -> None:
-        """Every request may be handed over."""
+        """Accepts every request."""
 
     def wait(self) -> None:
         """Sleeps until a transfer changes something, at most `MAX_WAIT_S`."""
@@ -139,7 +139,7 @@ class Handoffs:
         )
 
     def start_pull(self, state: RequestState) -> None:
-        """For a request that was just accepted and brings a handoff. One that does not fit is computed here."""
+        """Starts the pull of a newly accepted request with a handoff. If the handoff does not fit, the KV is computed here."""
         request, handoff = state.request, state.request.handoff
         assert handoff is not None, "only a request with a handoff can pull"
         if reason := self._why_not(state, handoff):
@@ -160,7 +160,8 @@ class Handoffs:
         self._loads[request.key] = _Load(state=state, pull=pull, number=number, num_tokens=handoff.num_tokens)
 
     def reserve(self) -> None:
-        """After scheduling: blocks given to loading requests are lent to their pulls; who lost its blocks loses its transfer."""
+        """After scheduling: opens the blocks of newly loading requests to their pulls, and ends the transfers of requests that lost
+        their blocks."""
         for state in self._scheduler.take_loads():
             load = self._loads[state.request.key]
             size = self._scheduler.pool.block_size
@@ -175,8 +176,8 @@ class Handoffs:
             self.source.withdraw(self._offers.pop(key)[1])
 
     def collect(self) -> list[RequestProgress]:
-        """Before scheduling: ended pulls give their requests free, closed transfers their blocks. Returns progress made so.
-        Raises RankLost when a rank is lost that transfers wait for."""
+        """Before scheduling: lets requests whose pulls ended continue, and frees the blocks of closed transfers. Returns the progress
+        of these requests. Raises RankLost if a rank is lost while there are transfers."""
         if self.has_work:
             self._ranks.check()
         self._ending = [pull for pull in self._ending if pull.outcome is None]
@@ -195,7 +196,7 @@ class Handoffs:
         return progress
 
     def note_step(self, plan: StepPlan) -> list[RequestProgress]:
-        """After a step, before its tokens are taken: what it computed becomes readable. Returns the new offers."""
+        """After a step, before `Scheduler.update`: makes the computed KV readable. Returns the new offers."""
         progress: list[RequestProgress] = []
         for chunk in plan.chunks:
             state = chunk.state
@@ -212,10 +213,10 @@ class Handoffs:
         return progress
 
     def note_progress(self, progress: Sequence[RequestProgress]) -> None:
-        """Of a step: a prefill that ended hands over, any other ending takes the offer back."""
+        """After a step: completes the offers of requests that ended with HANDOFF, withdraws those of requests that ended otherwise."""
         for item in progress:
             offer = None if item.finish_reason is None else self._offers.get(item.key)
-            if offer is None or offer[0].request.attempt != item.attempt:  # an older attempt's ending is not this one's
+            if offer is None or offer[0].request.attempt != item.attempt:  # the ending of an older attempt
                 continue
             del self._offers[item.key]
             ref = offer[1]
@@ -227,7 +228,7 @@ class Handoffs:
                 self.source.withdraw(ref)
 
     def drop(self, key: RequestKey) -> None:
-        """The request was cancelled, here or after it was handed over."""
+        """Ends the pull or offer of a cancelled request, also of one that has ended with HANDOFF."""
         if key in self._loads:
             self._drop_load(key, "the request was cancelled")
         if key in self._offers:
@@ -236,7 +237,7 @@ class Handoffs:
             self.source.withdraw(self._handed_over.pop(key))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Cuts every transfer and waits for its thread; blocks come back to the pool."""
+        """Aborts every transfer and waits for its thread, until all blocks are back in the pool or `timeout_s` has passed."""
         for key in list(self._loads):
             self._drop_load(key, "the engine closes")
         for pull in self._ending:
@@ -273,7 +274,7 @@ class Handoffs:
         return handoff, ref
 
     def _why_not(self, state: RequestState, handoff: KVHandoff) -> str | None:
-        """Why a handoff is not this request's KV in this engine's terms; None when it is."""
+        """Why a handoff is not this request's KV or not compatible with this engine; None if it can be pulled."""
         ours = {
             "fingerprint": self._fingerprint,
             "block_size": self._kv.block_size,
@@ -294,7 +295,7 @@ class Handoffs:
         return CacheIdentity(salt=request.cache_salt, adapter_id=request.adapter_id, weights_version=weights_version)
 
     def _close_load(self, load: _Load, error: str | None) -> None:
-        """Nothing is written for it any more, on any rank, once its transfer has let go."""
+        """Closes the transfer of a load. Once that has let go, no rank writes for it any more."""
         if load.is_closed:
             return
         load.is_closed = True

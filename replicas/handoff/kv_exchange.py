@@ -1,4 +1,4 @@
-"""What an engine's step asks of handoffs, and the engine that has none. Free of torch."""
+"""The engine's view of handoffs, and the null object of an engine without any. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,65 +12,65 @@ from replicas.stats import HandoffStats
 
 
 class KVExchange(Protocol):
-    """An engine's KV given to others, and brought from them. Used by the engine's thread, `wake` apart."""
+    """Gives an engine's KV to other engines and brings KV from them. Used by the engine's thread, except `wake`."""
 
     @property
     def has_work(self) -> bool:
-        """Whether steps must go on until blocks that are lent or borrowed are back."""
+        """Whether transfers hold blocks or pulls run, so that steps must continue until they end."""
         ...
 
     @property
     def tokens_per_s(self) -> float | None:
-        """How fast KV came in; None before the first."""
+        """Measured rate of KV received; None before the first handoff."""
         ...
 
     def check_request(self, request: GenerationRequest) -> None:
-        """Raises RequestRejected for one that asks for what this engine does not do."""
+        """Raises RequestRejected for a request with `wants_handoff` if this engine hands nothing over."""
         ...
 
     def start_pull(self, state: RequestState) -> None:
-        """For a request that was just accepted and brings a handoff. One that does not fit is computed here."""
+        """Starts the pull of a newly accepted request with a handoff. If the handoff does not fit, the KV is computed here."""
         ...
 
     def collect(self) -> list[RequestProgress]:
-        """Before scheduling: what has arrived or ended since the last step. Returns the progress that it makes."""
+        """Before scheduling: takes what has arrived or ended since the last step. Returns the resulting progress."""
         ...
 
     def reserve(self) -> None:
-        """After scheduling: blocks for what comes from others."""
+        """After scheduling: opens the blocks of newly loading requests to their pulls."""
         ...
 
     def note_step(self, plan: StepPlan) -> list[RequestProgress]:
-        """After a step, before its tokens are taken: what it computed becomes readable. Returns the new offers."""
+        """After a step, before `Scheduler.update`: makes the computed KV readable. Returns the new offers."""
         ...
 
     def note_progress(self, progress: Sequence[RequestProgress]) -> None:
-        """What a step ended."""
+        """After a step: completes or withdraws the offers of requests that ended."""
         ...
 
     def drop(self, key: RequestKey) -> None:
-        """The request was cancelled, here or after it was handed over."""
+        """Ends the pull or offer of a cancelled request, also of one that has ended with HANDOFF."""
         ...
 
     def wait(self) -> None:
-        """Sleeps until a transfer changes something, a little while at most."""
+        """Sleeps until a transfer ends, a few milliseconds at most."""
         ...
 
     def wake(self) -> None:
-        """From any thread: ends a `wait`."""
+        """Ends a `wait`. Callable from any thread."""
         ...
 
     def stats(self) -> HandoffStats: ...
 
     def checked_tables(self) -> Sequence[Sequence[int]]:
-        """Block tables held beside those of requests. Raises AssertionError when they contradict each other."""
+        """Block tables held by transfers. Raises AssertionError if an invariant does not hold."""
         ...
 
     def close(self) -> None: ...
 
 
 class NoExchange:
-    """Of an engine whose role is unified: it hands nothing over, and computes what others would have brought."""
+    """Null object of an engine with role unified: it hands nothing over, and computes the KV of requests that bring a handoff."""
 
     has_work = False
     tokens_per_s: float | None = None

@@ -1,4 +1,4 @@
-"""What rank 0 says to the other ranks of its replica about KV that is handed over, and what a replica without any hears."""
+"""Rank 0's orders to the other ranks of its replica about handoffs, and the null object of a replica with one rank."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from kvcache.transfer.pull import PullOutcome
 
 
 class OtherRanks(Protocol):
-    """Each holds its own heads of the same blocks. Called from the engine's thread, between steps.
+    """The other ranks in handoffs; each holds its own heads of the same blocks. Called from the engine's thread, between steps.
 
-    What is said arrives in order, and after the steps before it: a rank that hears of computed tokens has computed them.
-    A lost rank is no error of a call; `check` tells.
+    Orders arrive in order, and after the steps sent before them: a rank that is told of computed tokens has computed them.
+    No call but `check` fails for a lost rank.
     """
 
     @property
     def shares(self) -> tuple[HeadShare, ...]:
-        """Where the other ranks' heads can be read, in the order of ranks."""
+        """The other ranks' heads and the addresses at which they can be read, in the order of ranks."""
         ...
 
     def when_changed(self, call: Callable[[], None]) -> None:
-        """`call` is made, from another thread, when `try_close` may have become True."""
+        """Registers `call`, made from another thread when `try_close` may have become True."""
         ...
 
     def offer(self, ref: TransferRef, block_ids: Sequence[int], num_tokens: int) -> None:
-        """As `KVSource.offer`, on every rank."""
+        """Like `KVSource.offer`, on every rank."""
         ...
 
     def note_computed(self, ref: TransferRef, num_tokens: int) -> None: ...
@@ -35,19 +35,19 @@ class OtherRanks(Protocol):
     def complete(self, ref: TransferRef, output_ids: Sequence[int]) -> None: ...
 
     def start_pull(self, handoff: KVHandoff, on_end: Callable[[PullOutcome], None]) -> int:
-        """Every rank begins to bring its heads; returns the pull's number. `on_end` is called for each, from another thread."""
+        """Every rank begins to pull its heads; returns the pull's number. `on_end` is called for each rank, from another thread."""
         ...
 
     def reserve(self, pull: int, ref: TransferRef, block_ids: Sequence[int], first: int) -> None:
-        """As `HandoffPull.reserve`."""
+        """Like `HandoffPull.reserve`, on every rank."""
         ...
 
     def cancel(self, pull: int, reason: str) -> None:
-        """Its ends are of no interest any more."""
+        """Cancels a pull on every rank; its outcomes are ignored."""
         ...
 
     def try_close(self, ref: TransferRef) -> bool:
-        """True once no rank reads or writes for this transfer, now or later; until then it is on its way, so ask again."""
+        """Closes a transfer on every rank; True once none reads or writes for it, now or later. Until then call it again."""
         ...
 
     def check(self) -> None:
@@ -56,7 +56,7 @@ class OtherRanks(Protocol):
 
 
 class NoOtherRanks:
-    """Of a replica with one rank."""
+    """Null object of a replica with one rank."""
 
     shares: tuple[HeadShare, ...] = ()
 

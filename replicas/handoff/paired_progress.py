@@ -1,4 +1,4 @@
-"""What a prefill and a decode replica report of one request, read as the stream of one. Pure, and free of torch."""
+"""Merges the progress of one request from a prefill and a decode replica into one stream. Pure, and free of torch."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Literal
 from replicas.request import FinishReason, GenerationRequest, RequestProgress, merge_progress
 
 RecomputeReason = Literal["prefill_lost", "first_token_differs"]
-"""Why a decode side must compute a request's KV itself, though the pair was there."""
+"""Why the decode side must compute a request's KV itself although it has a prefill side."""
 
 BAD_ENDINGS = frozenset({FinishReason.CANCELLED, FinishReason.FAILED})
 
 
 class PairedProgress:
-    """Owns what the reader of one request was told from its prefill side, and how far its decode side has come.
+    """Owns the tokens of one request that its reader got from the prefill side, and the position of the decode side.
 
-    Each token is told once, with its own log-probability, by whichever side has it first; prompt tokens are cached as far as
-    the prefill side found them so. What is told is never contradicted: `resend_reason` says when the decode side cannot go on.
+    The reader gets each token once, with its own log-probability, from the side that has it first; the number of cached tokens
+    is the prefill side's. A token is never taken back: `resend_reason` is set when the decode side cannot continue the stream.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
         self._wants_logprobs = request.params.logprobs is not None
         self._first_ids: tuple[int, ...] = ()
-        self._num_decoded = 0  # tokens of the decode side that were told or repeat what was told
+        self._num_decoded = 0  # tokens of the decode side that the reader has, from either side
         self._held: RequestProgress | None = None
         self._num_cached_tokens = 0
         self._is_prefill_lost = False
@@ -31,29 +31,30 @@ class PairedProgress:
 
     @property
     def first_ids(self) -> tuple[int, ...]:
-        """The tokens that were told from the prefill side."""
+        """The tokens that the reader got from the prefill side."""
         return self._first_ids
 
     @property
     def has_decoded(self) -> bool:
-        """Whether the decode side has said any token."""
+        """Whether the decode side has reported any token."""
         return self._num_decoded > 0 or self._held is not None
 
     @property
     def resend_reason(self) -> RecomputeReason | None:
-        """Set once the decode side must get the request anew, as a higher attempt, without a handoff, and with the tokens told
-        so far in `output_ids`. From then on nothing is told."""
+        """Set once the request must be sent to the decode side anew: as a higher attempt, without a handoff, with the reader's
+        tokens in `output_ids`. From then on the merge returns nothing."""
         return self._resend_reason
 
     def take_prefill(self, item: RequestProgress) -> RequestProgress | None:
-        """A message of the prefill side; a bad ending is not one (see `lose_prefill`). Returns what to tell, if anything.
+        """Takes a message of the prefill side; for a bad ending call `lose_prefill` instead. Returns the progress for the reader,
+        if any.
 
         STOP and LENGTH end the stream, HANDOFF does not.
         """
         assert item.finish_reason not in BAD_ENDINGS, "a prefill that ends badly is lost"
         self._num_cached_tokens = max(self._num_cached_tokens, item.num_cached_tokens)
         if self._num_decoded or self._resend_reason is not None:
-            return None  # the decode side was first, and ends by itself
+            return None  # the decode side was first and also reports the ending
         is_ending = item.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if not item.token_ids and not is_ending:
             return None
@@ -66,7 +67,7 @@ class PairedProgress:
         return told if following is None else merge_progress(told, following)
 
     def take_decode(self, item: RequestProgress) -> RequestProgress | None:
-        """A message of the decode side, whatever its ending. Returns what to tell, if anything."""
+        """Takes a message of the decode side, with any ending. Returns the progress for the reader, if any."""
         if self._resend_reason is not None:
             return None
         if self._held is not None:
@@ -86,14 +87,14 @@ class PairedProgress:
         return replace(item, token_ids=new_ids, logprobs=logprobs, num_cached_tokens=num_cached_tokens)
 
     def lose_prefill(self) -> None:
-        """The prefill side says nothing more, and had not ended well. The decode side goes on if it can."""
+        """Notes that the prefill side failed or is gone. The decode side continues if it can."""
         self._is_prefill_lost = True
         if self._held is not None:
             self._resend_reason = "prefill_lost"
 
     def _hold(self, item: RequestProgress) -> RequestProgress | None:
-        """Keeps tokens that came with the handoff, ahead of the prefill side's own message: only that has their
-        log-probabilities. A bad ending is told without them."""
+        """Keeps tokens that came with the handoff before the prefill side's own message, which alone has their log-probabilities.
+        A bad ending is returned at once, without these tokens."""
         if item.finish_reason in BAD_ENDINGS:
             return replace(item, token_ids=(), logprobs=())
         if self._is_prefill_lost:

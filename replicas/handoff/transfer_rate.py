@@ -1,4 +1,4 @@
-"""How fast KV of other replicas comes in. Free of torch."""
+"""The measured rate of KV received from other replicas. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from replicas.stats import smoothed
 
 
 class TransferRate:
-    """Owns tokens and seconds of a handoff, both as exponentially weighted means: their quotient is not ruled by small ones."""
+    """Owns the exponentially weighted means of a handoff's tokens and seconds. Small handoffs do not dominate their quotient."""
 
     def __init__(self) -> None:
         self._tokens: float | None = None
         self._seconds: float | None = None
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Of one handoff. One of which everything was cached already tells nothing."""
+        """Adds one handoff. A handoff whose tokens were all cached is ignored."""
         if num_tokens <= 0 or seconds <= 0:
             return
         self._tokens, self._seconds = smoothed(self._tokens, num_tokens), smoothed(self._seconds, seconds)

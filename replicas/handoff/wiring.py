@@ -1,4 +1,4 @@
-"""How an engine's handoffs travel: between processes over whatever transports there are, or inside one process."""
+"""Connects an engine's handoffs: between processes over the available transports, or inside one process."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from replicas.model.rank_model import RankModel
 from replicas.scheduling.scheduler import Scheduler
 
 TRANSFER_DEADLINE_S = 10.0
-"""A peer that is silent for so long is given up."""
+"""A peer that is silent this long is given up."""
 
 
 class HandoffWiring(Protocol):
-    """Gives a new engine its way to others."""
+    """Connects a new engine to others."""
 
     def check(self, config: EngineConfig, device: torch.device) -> None:
-        """Before anything is loaded. Raises ValueError naming the setting that this wiring cannot do."""
+        """Called before anything is loaded. Raises ValueError naming a setting that this wiring does not support."""
         ...
 
     def attach(self, config: EngineConfig, scheduler: Scheduler, rank: RankModel, fingerprint: str, ranks: OtherRanks) -> Handoffs:
-        """`rank` is rank 0, `ranks` are the others; those serve their own heads."""
+        """Creates the engine's handoffs. `rank` is rank 0; `ranks` are the others, which serve their own heads."""
         ...
 
 
 class RemoteWiring:
-    """A transfer server, and links to those of others, made on demand for each pair."""
+    """Each engine gets a transfer server, and links to the servers of others, made on demand for each pair."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class RemoteWiring:
         deadline_s: float = TRANSFER_DEADLINE_S,
         extra_transports: Sequence[TransportMaker] = (),
     ) -> None:
-        """`changed` is shared by engines of one thread. `extra_transports` come after process groups, where these do not work."""
+        """`changed` is shared by engines on one thread. `extra_transports` are used where process groups do not work."""
         self._changed, self._deadline_s, self._extra_transports = changed, deadline_s, tuple(extra_transports)
 
     def check(self, config: EngineConfig, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class RemoteWiring:
 
 
 class InProcessWiring:
-    """For engines of one process; one object wires them all."""
+    """Connects engines inside one process; all engines share one object."""
 
     def __init__(self, changed: threading.Event | None = None) -> None:
         self.connector = InProcessConnector()
@@ -117,7 +117,7 @@ def make_transports(
     extra_transports: Sequence[TransportMaker],
     deadline_s: float = TRANSFER_DEADLINE_S,
 ) -> tuple[Transport, ...]:
-    """What `config.kv_transfer` allows, in the order of preference. Raises ValueError when that is nothing."""
+    """The transports that `config.kv_transfer` allows, best first. Raises ValueError if there is none."""
     made: list[Transport] = []
     if config.kv_transfer in ("auto", ProcessGroupTransport.name):
         made.append(ProcessGroupTransport(device, host, deadline_s))
@@ -133,7 +133,7 @@ def make_transports(
 
 
 def _ownership(config: EngineConfig, scheduler: Scheduler, ranks: OtherRanks) -> KVOwnership:
-    """The epoch is the time at which this life began, so that no two lives share one."""
+    """Block ownership of a new engine. Its epoch is the time of creation, so that a restarted replica gets another one."""
     return KVOwnership(
         pool=scheduler.pool, epoch=time.time_ns(), lease_s=config.kv_lease_s, clock=time.monotonic, try_close_elsewhere=ranks.try_close
     )

@@ -1,7 +1,7 @@
-"""Which cores each engine of a machine computes on: how many, and a set of its own. Free of torch; Linux.
+"""Which cores each engine of a machine computes on: their number, and an exclusive set. Free of torch; Linux only.
 
-OpenMP waits at a barrier for its slowest thread, so two engines on one core cost each other far more than half. Every engine
-therefore claims cores that no other engine holds and keeps its threads on them.
+OpenMP waits at a barrier for its slowest thread, so two engines that share a core each run at far less than half speed. Each
+engine therefore claims cores that no other engine holds and keeps its threads on them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreDemand:
-    """What all engines of an application want of their machines' cores."""
+    """Cores that all engines of an application want together."""
 
     num_threads: int = 0
-    """Sum over the engines that name a number."""
+    """Sum over the engines that configure a number."""
     num_sharing: int = 0
-    """Engines that take an equal share of what is left."""
+    """Engines that take an equal share of the remaining cores."""
 
     @classmethod
     def of(cls, engines: Iterable[tuple[int, int | None]]) -> Self:
-        """From (number of such engines, threads of each or None)."""
+        """From pairs (number of equal engines, threads of each or None)."""
         pairs = list(engines)
         return cls(
             num_threads=sum(num * threads for num, threads in pairs if threads is not None),
@@ -39,10 +39,10 @@ class CoreDemand:
 
 
 def threads_of_engine(wanted: int | None, demand: CoreDemand, *, num_cores: int, num_machines: int = 1) -> int:
-    """Threads of one engine that wants `wanted` or a share, when the demand is spread evenly over machines of `num_cores`.
+    """Threads of one engine, `wanted` or an equal share, if the demand is spread evenly over machines of `num_cores`.
 
-    Raises ValueError when the engines together would have more threads than cores though some could have fewer. More engines
-    than cores, of one thread each, are only warned of.
+    Raises ValueError if the engines together would have more threads than cores although some could have fewer. More engines
+    than cores, with one thread each, only get a warning.
     """
     named = -(-demand.num_threads // num_machines)
     sharing = -(-demand.num_sharing // num_machines)
@@ -59,10 +59,10 @@ def threads_of_engine(wanted: int | None, demand: CoreDemand, *, num_cores: int,
 
 
 class CoreClaim:
-    """Cores that no other claim on this machine holds. Given back by `close`, and by the kernel when the process ends.
+    """Cores that no other claim on this machine holds. Released by `close`, or by the kernel when the process ends.
 
-    The name of an abstract Unix socket belongs to one process at a time and vanishes with it, so a killed engine leaves nothing
-    to clean up. Processes in another network namespace (another container) are not seen: give each its own cpuset.
+    A claim is the name of an abstract Unix socket per core. Such a name belongs to one process and vanishes with it, so a killed
+    engine leaves nothing to clean up. Claims in another network namespace (container) are not seen: give each its own cpuset.
     """
 
     def __init__(self, cores: Sequence[int], held: Sequence[socket.socket]) -> None:
@@ -70,7 +70,7 @@ class CoreClaim:
         self._held = held
 
     def pin_thread(self) -> None:
-        """Keeps the calling thread, and every thread that it starts from now on, on these cores."""
+        """Keeps the calling thread, and every thread that it starts later, on these cores."""
         os.sched_setaffinity(0, self.cores)
 
     def close(self) -> None:
@@ -79,9 +79,9 @@ class CoreClaim:
 
 
 def try_claim_cores(num_cores: int, candidates: Sequence[int] | None = None, namespace: str = "manta-core") -> CoreClaim | None:
-    """`num_cores` of the cores that this process may use, in the order of `neighbouring_cores`; None when too few are free.
+    """Claims `num_cores` of the cores that this process may use, in the order of `neighbouring_cores`; None if too few are free.
 
-    Concurrent claims that fit together all succeed, because each only passes over cores that another one keeps.
+    Concurrent claims that fit together all succeed, because each only skips cores that another claim holds.
     """
     cores: list[int] = []
     held: list[socket.socket] = []
@@ -104,7 +104,7 @@ def try_claim_cores(num_cores: int, candidates: Sequence[int] | None = None, nam
 
 
 def neighbouring_cores(cores: Iterable[int], topology: Path = TOPOLOGY) -> list[int]:
-    """Sorted by package and physical core, so that the threads of one core follow each other and no two engines share it."""
+    """Cores sorted by package and physical core: hardware threads of one core are adjacent, so that two engines do not share it."""
 
     def place(core: int) -> tuple[int, int, int]:
         folder = topology / f"cpu{core}" / "topology"

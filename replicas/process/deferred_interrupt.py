@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for a safe moment."""
+"""Ctrl-C that takes effect between two engine steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Self
 
 
 class DeferredInterrupt:
-    """While entered, SIGINT does not strike in the middle of an engine step, where KV is half written: `check` raises it.
+    """While entered, SIGINT does not interrupt an engine step, where KV is half written; `check` raises it instead.
 
-    A second SIGINT strikes at once. Without effect outside the main thread, or when the program has its own handler.
+    A second SIGINT interrupts at once. No effect outside the main thread, or if the program has its own handler.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class DeferredInterrupt:
         self._is_installed = False
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if one came in."""
+        """Raises KeyboardInterrupt if a SIGINT arrived."""
         if self._is_pending:
             self._is_pending = False
             raise KeyboardInterrupt

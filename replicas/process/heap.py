@@ -1,4 +1,4 @@
-"""What a process has made by the time it begins to serve stays for good, and need not be looked through again."""
+"""Excludes objects that live as long as the process from garbage collection."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import gc
 
 
 def freeze_heap() -> None:
-    """Keeps all objects that exist now out of later garbage collections. Collects once itself: a tenth to half a second.
+    """Excludes all current objects from later garbage collections. Collects once itself, for a tenth to half a second.
 
-    Modules, a model or a tokenizer are hundreds of thousands of objects. A full collection walks them all with every thread of
-    the process waiting, its event loop and so each stream among them. Called again, it first collects what was kept out before.
+    Modules, a model or a tokenizer are hundreds of thousands of objects. A full collection visits them all while every thread of
+    the process waits, including the event loop and so every stream. A second call first collects the objects excluded before.
     """
     gc.unfreeze()
     gc.collect()

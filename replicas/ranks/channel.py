@@ -1,6 +1,6 @@
-"""The line between rank 0 and another rank: setup, steps, orders and signs of life, as frames on a TCP connection. Free of torch.
+"""The TCP connection between rank 0 and another rank, with frames for setup, steps, orders and heartbeats. Free of torch.
 
-Whoever dies closes the connection, so the other end knows within milliseconds; whoever hangs stops answering pings.
+When a process dies, its connection closes and the other end knows within milliseconds; a hung process stops answering pings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Kind(IntEnum):
     SETUP = 2
     """From rank 0, JSON: everything that a rank needs to load its part."""
     READY = 3
-    """From a rank: it waits for steps. The payload is text for the log."""
+    """From a rank: it can take steps. The payload is text for the log."""
     STEP = 4
     PING = 5
     PONG = 6
@@ -28,24 +28,24 @@ class Kind(IntEnum):
     """From a rank, text: why it ends."""
     STOP = 8
     ORDER = 9
-    """Of KV that is handed over (transfer_message.py), to be obeyed in turn with the steps."""
+    """From rank 0: a handoff order (transfer_message.py), executed in order with the steps."""
     ANSWER = 10
-    """From a rank, of the same."""
+    """From a rank: an answer about handoffs (transfer_message.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAddress:
-    """Where a rank that starts finds rank 0, and who it is."""
+    """Where a new rank finds rank 0, and the rank's own number."""
 
     host: str
     port: int
     rank: int
     token: str
-    """Known to this replica's ranks alone; a stranger that connects is turned away."""
+    """Secret of this replica's ranks; a connection without it is rejected."""
 
 
 class ChannelClosed(ConnectionError):
-    """The other end has gone, or does not take what is sent. Not raised while it is only slow to answer."""
+    """The other end has gone, or does not read what is sent. Not raised while it is only slow to answer."""
 
 
 class Channel:
@@ -62,12 +62,12 @@ class Channel:
 
     @property
     def own_host(self) -> str:
-        """This end's address, which the other end can reach."""
+        """This end's address, reachable from the other end."""
         host: str = self._connection.getsockname()[0]
         return host
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Raises ChannelClosed, also when the other end has taken nothing for the deadline."""
+        """Raises ChannelClosed, also if the other end reads nothing until the send deadline."""
         try:
             with self._lock:
                 self._connection.sendall(_HEADER.pack(len(payload), kind) + payload)
@@ -75,7 +75,7 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, most_bytes: int = 2**31) -> tuple[Kind, bytes]:
-        """Waits for as long as it takes. Raises ChannelClosed, also for what is not a frame of at most `most_bytes`."""
+        """Waits for a frame without a deadline. Raises ChannelClosed, also for an invalid frame or one above `most_bytes`."""
         try:
             self._fill(self._buffer)
             size, kind = _HEADER.unpack(self._buffer)
@@ -88,7 +88,7 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def close(self) -> None:
-        """Ends a `receive` of another thread too."""
+        """Closes the connection, which also ends a `receive` in another thread."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -105,7 +105,7 @@ class Channel:
 
 
 def connect(address: RankAddress, deadline_s: float, send_deadline_s: float) -> Channel:
-    """To rank 0. Raises ChannelClosed when nobody listens there."""
+    """Connects to rank 0. Raises ChannelClosed if it cannot be reached."""
     try:
         return Channel(socket.create_connection((address.host, address.port), deadline_s), send_deadline_s)
     except OSError as error:

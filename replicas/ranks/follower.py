@@ -1,4 +1,4 @@
-"""A rank above 0 once it knows what to load: its part of the model, run step by step, and its part in handoffs."""
+"""A rank above 0 after its setup: runs its part of the model in each step, and its part of handoffs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _dist: Any = dist  # the names used here are public, but not in the type stubs
 
 
 class Follower:
-    """Owns this rank's model, KV memory and process group. What it computes goes into the collectives, and its KV to those
-    for whom rank 0 has leased it."""
+    """Owns this rank's model, KV memory and process group. Its results leave through the collectives, its KV through transfers that
+    rank 0 opens."""
 
     def __init__(
         self, setup: Mapping[str, Any], address: RankAddress, channel: Channel, extra_transports: Sequence[TransportMaker] = ()
     ) -> None:
-        """`setup` is what `Leader` wrote. Raises ValueError or RuntimeError with one line that says what is wrong."""
+        """`setup` comes from `Leader`. Raises ValueError or RuntimeError with a one-line reason."""
         values = dict(setup["config"])
         config = EngineConfig(**{**values, "parallel": ParallelConfig(**values["parallel"])})
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         choice = choose_model(config)
         if choice.device.type == "cuda":
-            # Where each rank sees its own device alone, that is number 0.
+            # A rank that sees only its own device finds it as number 0.
             choice = replace(choice, device=torch.device("cuda", address.rank % torch.cuda.device_count()))
             torch.cuda.set_device(choice.device)
         deadline_s = config.parallel.init_deadline_s
@@ -75,7 +75,7 @@ class Follower:
         return str(self._loaded.part)
 
     def obey(self, kind: Kind, message: bytes) -> None:
-        """A step's forward pass, together with all other ranks, or an order of rank 0 about handoffs."""
+        """Runs a step's forward pass, together with all other ranks, or executes rank 0's order about handoffs."""
         if kind is Kind.STEP:
             self._runner.forward(StepTensors.from_arrays(decode_step(message)))
         else:
@@ -89,5 +89,5 @@ class Follower:
 
 
 def _transfer_host(config: EngineConfig, own_host: str) -> str:
-    """`config.transfer_host` is rank 0's, and this rank's too when both are on one machine and talk over its loopback."""
+    """The address of this rank's transfer server: rank 0's `transfer_host` if both ranks talk over loopback, else this rank's own."""
     return config.transfer_host if ip_address(own_host).is_loopback else own_host

@@ -1,4 +1,4 @@
-"""A rank above 0 in handoffs: its own heads, offered and brought as rank 0 says."""
+"""Handoffs of a rank above 0: offers and pulls its own KV heads as rank 0 orders."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class FollowerTransfers:
-    """Owns this rank's transfer server and its pulls; which blocks, and until when, is rank 0's to say.
+    """Owns this rank's transfer server and its pulls; rank 0 decides which blocks move, and until when.
 
-    Orders are obeyed by the thread that runs the steps, in the order in which rank 0 gave both, so what is said to be
-    computed is.
+    The thread that runs the steps also executes the orders, in the order in which rank 0 sent both. So tokens that an order
+    calls computed are computed here too.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FollowerTransfers:
         deadline_s: float,
         send: Callable[[bytes], None],
     ) -> None:
-        """`send` takes answers to rank 0, from any thread; the first goes out at once."""
+        """`send` sends answers to rank 0, from any thread; the first is sent at once."""
         self._send_bytes = send
         self._heads = (kv_heads.start, kv_heads.stop)
         self._gate = TransferGate(lease_s, self._note_closed)
@@ -63,15 +63,15 @@ class FollowerTransfers:
         self._server = TransferServer(self._source, {one.name: one for one in transports}, host)
         self._connector = RemoteConnector(transports, kv, deadline_s)
         self._pulls: dict[int, HandoffPull] = {}
-        self._loads: dict[int, TransferRef] = {}  # pull -> its transfer in, once its blocks are reserved
+        self._loads: dict[int, TransferRef] = {}  # pull -> its incoming transfer, once blocks are reserved
         self._lock = threading.Lock()
         self._send(Serves(HeadShare(first=kv_heads.start, end=kv_heads.stop, address=self._server.address)))
 
     def obey(self, payload: bytes) -> None:
-        """Raises ValueError for what is no order."""
+        """Executes an order. Raises ValueError for a message that is no order."""
         match decode(payload):
             case Offer(ref, block_ids, num_tokens):
-                self._source.offer(ref, block_ids, num_tokens)  # first, for a reader that finds it open must find what it is
+                self._source.offer(ref, block_ids, num_tokens)  # before the gate opens: a reader of an open transfer needs the offer
                 self._gate.open(ref, self._source.wake)
                 self._source.wake()
             case Computed(ref, num_tokens):
@@ -93,7 +93,7 @@ class FollowerTransfers:
                 raise ValueError(f"rank 0 orders {other!r}")
 
     def close(self) -> None:
-        """Cuts every transfer."""
+        """Aborts every transfer."""
         with self._lock:
             pulls = list(self._pulls.values())
         for pull in pulls:
@@ -102,7 +102,7 @@ class FollowerTransfers:
         self._server.close()
 
     def _start_pull(self, order: StartPull) -> None:
-        with self._lock:  # so that it is known here before it can end
+        with self._lock:  # the pull must be in the table before it can end
             self._pulls[order.pull] = HandoffPull(
                 order.handoff,
                 self._heads,
@@ -115,7 +115,7 @@ class FollowerTransfers:
             )
 
     def _reserve(self, order: Reserve) -> None:
-        """One that has ended already gets nothing, and rank 0 hears so."""
+        """Gives a pull its blocks. If the pull has already ended, its transfer closes, which rank 0 is told."""
         self._gate.open(order.ref)
         with self._lock:
             if (pull := self._pulls.get(order.pull)) is not None:
@@ -125,7 +125,7 @@ class FollowerTransfers:
             self._gate.close(order.ref)
 
     def _end_pull(self, number: int, outcome: PullOutcome) -> None:
-        """In the pull's thread, when it writes nothing any more."""
+        """Runs in the pull's thread, after its last write."""
         with self._lock:
             del self._pulls[number]
             ref = self._loads.pop(number, None)
@@ -141,4 +141,4 @@ class FollowerTransfers:
         try:
             self._send_bytes(encode(answer))
         except ChannelClosed as error:
-            logger.debug("rank 0 has gone: %s", error)  # and this process ends
+            logger.debug("rank 0 has gone: %s", error)  # this process ends with it

@@ -1,4 +1,4 @@
-"""How the processes of the other ranks are started; Ray's way is in `replicas.deployment`. Free of torch."""
+"""Starts the processes of the ranks above 0, here on this machine; `replicas.serve.rank_launcher` uses Ray. Free of torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class LaunchedRank(Protocol):
-    """A process that was asked to start."""
+    """The process of one rank, starting, running or ended."""
 
     def why_ended(self) -> str | None:
-        """None while it starts or runs."""
+        """The reason why the process ended; None while it starts or runs."""
         ...
 
     def kill(self) -> None:
-        """At once and for good; does nothing when it has ended."""
+        """Kills the process at once; does nothing if it has ended."""
         ...
 
 
@@ -32,15 +32,15 @@ class RankLauncher(Protocol):
     """Starts one process for a rank above 0, which then runs `rank_process.run_rank` with the address."""
 
     host: str
-    """This process's own address, under which the ranks can reach it."""
+    """This process's address, at which the ranks can reach it."""
     shows_all_devices: bool
-    """Whether a rank sees the CUDA devices of all ranks, and not its own alone."""
+    """Whether a rank sees the CUDA devices of all ranks rather than only its own."""
 
     def launch(self, address: RankAddress, num_threads: int) -> LaunchedRank: ...
 
 
 class LocalLauncher:
-    """Processes of this machine, which see the CUDA devices that this one sees."""
+    """Starts processes on this machine, which see the same CUDA devices as this process."""
 
     host = "127.0.0.1"
     shows_all_devices = True
@@ -52,11 +52,11 @@ class LocalLauncher:
             [sys.executable, "-m", "replicas.ranks.rank_process"],
             stdin=subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # an interrupt from the keyboard is for rank 0 to handle
+            start_new_session=True,  # only rank 0 handles an interrupt from the keyboard
         )
         assert process.stdin is not None
         with process.stdin as pipe:
-            pipe.write(json.dumps(asdict(address)).encode())  # not an argument: those are for everyone to see
+            pipe.write(json.dumps(asdict(address)).encode())  # not an argument: every user can read those
         return _LocalRank(process)
 
 

@@ -1,4 +1,4 @@
-"""Rank 0 of a replica that spreads over several: it starts the others, and its steps are theirs."""
+"""Rank 0 of a replica with several ranks: starts the others and sends them its steps."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _dist: Any = dist  # the names used here are public, but not in the type stubs
 
 
 class Leader:
-    """Owns the other ranks and rank 0's end of their process group. They end with it. `transfers` are theirs in handoffs."""
+    """Owns the other ranks, which end with it, and rank 0's end of their process group. `transfers` is their part in handoffs."""
 
     def __init__(self, config: EngineConfig, choice: ModelChoice, launcher: RankLauncher) -> None:
-        """Starts the ranks, which load while rank 0 does. Raises UnsupportedModel or ValueError before anything starts for
-        what cannot be divided, RankStartError when a rank does not come."""
+        """Starts the ranks, which load at the same time as rank 0. Raises UnsupportedModel or ValueError, before anything starts, for
+        a model that cannot be divided, and RankStartError if a rank does not start."""
         size = config.tensor_parallel_size
         model, _ = build_empty(choice.hf_config, choice.source, choice.dtype, choice.trust_remote_code)
         ShardingPlan.of(model, size)
@@ -82,35 +82,36 @@ class Leader:
         return self._ranks.message_seconds
 
     def lead(self, runner: ModelRunner) -> ModelRunner:
-        """Rank 0's runner as that of all ranks, once they have loaded. Raises RankStartError."""
+        """Waits until all ranks have loaded; returns a runner that sends each step to them and runs it on `runner`. Raises
+        RankStartError."""
         for rank, text in self._ranks.wait_ready().items():
             logger.info("rank %d: %s", rank, text)
         self.group.set_deadline(self._deadline_s)
         return _LeadingRunner(runner, self._ranks)
 
     def check(self) -> None:
-        """Raises RankLost once a rank is lost. Any thread may ask."""
+        """Raises RankLost once a rank is lost. Callable from any thread."""
         self._ranks.check()
 
     def explain(self, error: BaseException) -> RankStartError:
-        """Why loading broke with `error`: another rank's reason where there is one."""
+        """Why loading failed with `error`: another rank's reason, if there is one."""
         return RankStartError(f"tensor_parallel_size {self._ranks.size}: {self._ranks.lost_because(error)}")
 
     def close(self) -> None:
-        """Returns when no rank is left."""
+        """Ends all ranks; returns when no process is left."""
         self._ranks.close()
         if self._group is not None:
             self._group.close()
 
 
 class _LeadingRunner:
-    """Tells the other ranks of each step before it runs its own part."""
+    """Sends each step to the other ranks, then runs rank 0's part."""
 
     def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
         self._runner, self._ranks = runner, ranks
 
     def forward(self, step: StepTensors) -> StepResult:
-        """As every runner. Raises RankLost: what breaks in one rank's step leaves all ranks out of step."""
+        """Like every runner. Raises RankLost for any failure: an error in one rank's step leaves all ranks out of step."""
         self._ranks.send_step(encode_step(step.arrays))
         try:
             return self._runner.forward(step)
@@ -119,7 +120,7 @@ class _LeadingRunner:
 
 
 def _backend(config: EngineConfig, device: torch.device, launcher: RankLauncher) -> Backend:
-    """Raises ValueError for one that cannot serve here."""
+    """The configured torch.distributed backend, "auto" resolved. Raises ValueError if it cannot work here."""
     name = config.parallel.backend
     if name == "auto":
         name = "nccl" if device.type == "cuda" else "gloo"
@@ -139,7 +140,7 @@ def _backend(config: EngineConfig, device: torch.device, launcher: RankLauncher)
 
 
 def _decided(config: EngineConfig, choice: ModelChoice) -> EngineConfig:
-    """What every rank must do alike, whatever its own machine would choose."""
+    """`config` with rank 0's choices, so that every rank makes the same ones whatever its machine."""
     return replace(
         config,
         model=choice.source,
@@ -150,7 +151,7 @@ def _decided(config: EngineConfig, choice: ModelChoice) -> EngineConfig:
 
 
 def _store(host: str, deadline_s: float) -> Any:
-    # Left to itself the store would listen on every address of the machine.
+    # Without a given socket the store would listen on every address of the machine.
     with socket.create_server((host, 0)) as listener:
         port = listener.getsockname()[1]
         return _dist.TCPStore(
@@ -159,5 +160,5 @@ def _store(host: str, deadline_s: float) -> Any:
 
 
 def threads_per_rank(config: EngineConfig) -> int:
-    """Torch threads of each rank when all run on this machine: its cores divided, never more."""
+    """Torch threads of each rank: the configured number, else this machine's cores divided by the number of ranks."""
     return config.num_threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel_size)

@@ -1,6 +1,6 @@
-"""The process of a rank above 0: it loads its part, then runs every step that rank 0 sends and obeys its orders, in turn.
+"""The process of a rank above 0: loads its part, then runs rank 0's steps and executes its orders, in the order sent.
 
-It ends with rank 0, whatever it is doing: the line to it closes, and a thread that only listens ends the process.
+The process ends with rank 0, whatever it is computing: the connection closes, and a thread that only listens ends the process.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ CONNECT_DEADLINE_S = 30.0
 
 
 class RankWork:
-    """What rank 0 asks of this rank. Owns the thread that listens to it."""
+    """Queue of rank 0's steps and orders. Owns the thread that receives them and answers pings."""
 
     def __init__(self, channel: Channel, on_orphaned: Callable[[], None]) -> None:
-        """`on_orphaned` is called from the thread when rank 0 has gone without a word."""
+        """`on_orphaned` is called from that thread when the connection closes before rank 0 said stop."""
         self._channel, self._on_orphaned = channel, on_orphaned
         self._work: queue.SimpleQueue[tuple[Kind, bytes] | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
 
     def next(self) -> tuple[Kind, bytes] | None:
-        """Waits for a step or an order and gives its message; None when it is time to end."""
+        """Waits for a step or an order and returns its message; None when rank 0 said stop."""
         return self._work.get()
 
     def _listen(self) -> None:
@@ -56,10 +56,10 @@ class RankWork:
 
 
 class OwnProcess:
-    """What a rank does to the process that it has to itself."""
+    """Process-wide actions of a rank that has a process to itself."""
 
     def end(self) -> None:
-        """At once: rank 0 has gone, and whatever else runs here may wait for it."""
+        """Exits at once: rank 0 has gone, and other threads may wait for it forever."""
         os._exit(1)
 
     def freeze_heap(self) -> None:
@@ -70,7 +70,7 @@ class OwnProcess:
 
 
 def run_rank(address: RankAddress, process: OwnProcess | None = None, extra_transports: Sequence[TransportMaker] = ()) -> None:
-    """Until rank 0 says stop, or has gone. `extra_transports` are those that rank 0 has beside process groups."""
+    """Runs a rank until rank 0 says stop, or has gone. `extra_transports` are rank 0's transports other than process groups."""
     process = process or OwnProcess()
     channel = connect(address, CONNECT_DEADLINE_S, CONNECT_DEADLINE_S)
     try:
@@ -78,7 +78,7 @@ def run_rank(address: RankAddress, process: OwnProcess | None = None, extra_tran
         try:
             kind, payload = channel.receive()
         except ChannelClosed:
-            return  # rank 0 gave up: another rank did not come
+            return  # rank 0 gave up: another rank did not start
         if kind is Kind.SETUP:
             _serve(channel, json.loads(payload), address, process, extra_transports)
     finally:
@@ -92,7 +92,7 @@ def _serve(
     work = RankWork(channel, process.end)
     with ExitStack() as stack:
         try:
-            from replicas.ranks.follower import Follower  # torch and transformers: only once rank 0 hears from this process
+            from replicas.ranks.follower import Follower  # imports torch and transformers, so only after the hello
 
             follower = Follower(setup, address, channel, extra_transports)
             stack.callback(follower.close)

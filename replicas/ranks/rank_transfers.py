@@ -1,4 +1,4 @@
-"""Rank 0's word to the other ranks about KV that is handed over, and theirs to it."""
+"""Rank 0's orders to the other ranks about handoffs, and their answers."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class _Pull:
 
 
 class RankTransfers:
-    """Owns what rank 0 knows of the others' transfers: which are open where, and which pulls have not ended.
+    """Owns rank 0's view of the other ranks' transfers: which are open on which ranks, and which pulls have not ended.
 
-    The `OtherRanks` of a replica with several. Answers arrive in the threads that listen to the ranks.
+    Implements `OtherRanks` for a replica with several ranks. Answers arrive in the threads that listen to the ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        """Before the ranks are set up: their first answers come while they load."""
+        """Must be constructed before the ranks are set up: their first answers come while they load."""
         self._ranks = ranks
         self._shares: dict[int, HeadShare] = {}  # rank -> its heads
         self._open: dict[TransferRef, set[int]] = {}  # transfer -> ranks that have not closed it
-        self._told: set[TransferRef] = set()  # to close
-        self._pulls: dict[int, _Pull] = {}  # of ranks that have not all ended theirs
+        self._told: set[TransferRef] = set()  # transfers that the ranks were told to close
+        self._pulls: dict[int, _Pull] = {}  # number -> pull that has not ended on all ranks
         self._numbers = count()
         self._changed: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class RankTransfers:
         self._send(CancelPull(pull, reason))
 
     def try_close(self, ref: TransferRef) -> bool:
-        """Lost ranks read and write nothing any more, or soon will not, and no step of this replica follows."""
+        """True also once a rank is lost: all ranks are then killed, and this replica runs no more steps."""
         with self._lock:
             if not self._open.get(ref) or self._ranks.is_lost:
                 self._open.pop(ref, None)
@@ -112,10 +112,10 @@ class RankTransfers:
         try:
             self._ranks.send_order(encode(order))
         except RankLost as lost:
-            logger.debug("%s does not arrive: %s", type(order).__name__, lost)  # the next step raises it
+            logger.debug("%s was not sent: %s", type(order).__name__, lost)  # the next step raises RankLost
 
     def _take(self, rank: int, payload: bytes) -> None:
-        """Raises ValueError for what is no answer."""
+        """Takes an answer. Raises ValueError for a message that is no answer."""
         match decode(payload):
             case Serves(share):
                 self._shares[rank] = share
@@ -131,7 +131,7 @@ class RankTransfers:
                 raise ValueError(f"a rank answers with {other!r}")
 
     def _end_pull(self, number: int, outcome: PullOutcome) -> None:
-        """Of one rank; one that was cancelled interests nobody."""
+        """Notes that one rank's part of a pull ended; ignored if the pull was cancelled."""
         with self._lock:
             pull = self._pulls.get(number)
             if pull is None:

@@ -1,4 +1,4 @@
-"""The other ranks of a replica, owned by rank 0: started, fed with steps, watched and ended together. Free of torch."""
+"""The other ranks of a replica, owned by rank 0: started, sent steps, monitored and ended together. Free of torch."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ STOP_DEADLINE_S = 3.0
 
 
 class RankLost(Exception):
-    """A rank died, hangs or failed, and with it the replica: its ranks can only start again, together."""
+    """A rank died, hangs or failed, so the replica must end: its ranks can only be started again together."""
 
 
 class RankStartError(ValueError):
-    """The ranks did not come together; the message names the rank, the reason and what to change."""
+    """The ranks did not start; the message names the rank, the reason and the fix."""
 
 
 class Ranks:
-    """Owns the processes of ranks 1 to size - 1 and the lines to them. None of them outlives it.
+    """Owns the processes of ranks 1 to size - 1 and the connections to them. No process outlives it.
 
-    The first that is lost is remembered and reported to everyone who asks; nothing works from then on but `close`.
+    The first lost rank is remembered: `check`, `send_step` and `send_order` then raise RankLost with its reason.
     """
 
     def __init__(self, launcher: RankLauncher, size: int, *, init_deadline_s: float, rank_deadline_s: float, num_threads: int) -> None:
-        """Starts the processes and returns when all have called back. Raises RankStartError."""
+        """Starts the processes and returns when all have connected. Raises RankStartError."""
         self.size = size
         self.host = launcher.host
         self.message_seconds = 0.0
-        """Spent in sending steps so far."""
+        """Total seconds spent in sending steps."""
         self._init_deadline_s, self._rank_deadline_s = init_deadline_s, rank_deadline_s
         self._interval_s = min(MAX_PING_INTERVAL_S, rank_deadline_s / 4)  # between two pings
         self._until_s = time.monotonic() + init_deadline_s
         self._launched: dict[int, LaunchedRank] = {}  # rank -> its process
-        self._channels: dict[int, Channel] = {}  # rank -> the line to it
-        self._num_unanswered: dict[int, int] = {}  # rank -> pings since its last word: a sleep of rank 0 itself is nobody's silence
-        self._ready: dict[int, str] = {}  # rank -> what it holds, for the log
+        self._channels: dict[int, Channel] = {}  # rank -> connection to it
+        self._num_unanswered: dict[int, int] = {}  # rank -> pings since its last frame; not seconds, because rank 0 itself may sleep
+        self._ready: dict[int, str] = {}  # rank -> text about its part, for the log
         self._changed = threading.Condition()
         self._lost: str | None = None
         self._is_closing = threading.Event()
@@ -93,14 +93,14 @@ class Ranks:
         except (ChannelClosed, ValueError):
             rank = None
         if rank not in self._launched or rank in self._channels:
-            logger.warning("turned away a connection that is not from a rank of this replica")
+            logger.warning("rejected a connection that is not from a rank of this replica")
             channel.close()
             return
         connection.settimeout(None)
         self._channels[rank] = channel
 
     def _check_start(self) -> None:
-        """Raises RankStartError when a rank that has not called back has ended, or at the deadline."""
+        """Raises RankStartError if a rank ended before it connected, or at the deadline."""
         missing = [rank for rank in self._launched if rank not in self._channels]
         for rank in missing:
             if (reason := self._launched[rank].why_ended()) is not None:
@@ -108,28 +108,28 @@ class Ranks:
         if time.monotonic() > self._until_s:
             raise RankStartError(
                 f"tensor_parallel_size {self.size}: rank {', '.join(map(str, missing))} did not call back within "
-                f"{self._init_deadline_s:g} s; raise parallel.init_deadline_s, or look for what holds its process up"
+                f"{self._init_deadline_s:g} s; raise parallel.init_deadline_s, or find what delays its process"
             )
 
     def set_up(self, setup: Mapping[str, Any]) -> None:
-        """Tells every rank what to load; they begin at once."""
+        """Sends every rank its setup; the ranks start loading at once."""
         payload = json.dumps(setup).encode()
         for channel in self._channels.values():
             self._send(channel, Kind.SETUP, payload)
 
     def when_lost(self, call: Callable[[], None]) -> None:
-        """`call` is made once, from another thread, as soon as a rank is lost: NCCL must be told to end its waits."""
+        """Registers `call`, made once, from another thread, when a rank is lost: NCCL's waits must be ended from outside."""
         self._on_lost = call
         if self._lost is not None:
             call()
 
     def when_answered(self, call: Callable[[int, bytes], None]) -> None:
-        """`call` gets a rank and its answer, from the thread that listens to it. Set before the ranks are set up. It raises
-        ValueError for what makes no sense, which ends the replica."""
+        """Registers `call(rank, answer)`, made from the thread that listens to the rank; register it before `set_up`. If it raises
+        ValueError, for an invalid answer, the replica ends."""
         self._on_answer = call
 
     def wait_ready(self) -> dict[int, str]:
-        """Waits until every rank can take steps; rank -> its text. Raises RankStartError with the reason of the one that cannot."""
+        """Waits until every rank can take steps; returns rank -> its text. Raises RankStartError with the reason of the failed one."""
         with self._changed:
             while len(self._ready) < self.size - 1:
                 if self._lost is not None:
@@ -144,7 +144,7 @@ class Ranks:
         return dict(sorted(self._ready.items()))
 
     def send_step(self, message: bytes) -> None:
-        """Raises RankLost."""
+        """Sends a step to every rank. Raises RankLost."""
         start_s = time.perf_counter()
         self.check()
         for channel in self._channels.values():
@@ -152,7 +152,7 @@ class Ranks:
         self.message_seconds += time.perf_counter() - start_s
 
     def send_order(self, payload: bytes) -> None:
-        """To be obeyed by every rank after the steps before it. Raises RankLost."""
+        """Sends an order, which every rank executes after the steps sent before it. Raises RankLost."""
         self.check()
         for channel in self._channels.values():
             self._send(channel, Kind.ORDER, payload)
@@ -162,12 +162,12 @@ class Ranks:
         return self._lost is not None
 
     def check(self) -> None:
-        """Raises RankLost once a rank is lost. Any thread may ask."""
+        """Raises RankLost once a rank is lost. Callable from any thread."""
         if self._lost is not None:
             raise RankLost(self._lost)
 
     def lost_because(self, error: BaseException, patience_s: float = 1.0) -> RankLost:
-        """What to raise when a step broke with `error`: the reason that a rank gave, when one arrives in time, or else `error`."""
+        """The error to raise after a step failed with `error`: a rank's own reason if one arrives in time, else `error`."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None, patience_s)
         self._lose(self._silence() or f"a step of rank 0 failed: {error}")
@@ -212,11 +212,11 @@ class Ranks:
             self._changed.notify_all()
         logger.error("%s; the replica's ranks end together", reason)
         for launched in self._launched.values():
-            launched.kill()  # Gloo ends a wait only when the other end has gone
+            launched.kill()  # Gloo's waits end only when the other process has gone
         self._on_lost()
 
     def _listen(self, rank: int, channel: Channel) -> None:
-        """In a thread for each rank: what it says, until its line closes."""
+        """Runs in a thread for each rank: handles its frames until the connection closes."""
         while True:
             try:
                 kind, payload = channel.receive()
@@ -225,7 +225,7 @@ class Ranks:
                 return
             self._num_unanswered[rank] = 0
             if kind is Kind.FAILED:
-                time.sleep(2 * POLL_S)  # a rank that died takes the others' steps with it, but is the one to name
+                time.sleep(2 * POLL_S)  # a dead rank makes the others fail too: its own loss must be noted first
                 self._lose(self._silence() or f"rank {rank}: {payload.decode()}")
             elif kind is Kind.READY:
                 with self._changed:
@@ -238,16 +238,16 @@ class Ranks:
                     self._lose(f"rank {rank}: {error}")
 
     def _note_death(self, rank: int) -> None:
-        """Its line has closed."""
-        if self._is_closing.wait(POLL_S):  # so that the process's own ending can be told
+        """Notes the loss of a rank whose connection has closed."""
+        if self._is_closing.wait(POLL_S):  # gives the process time to end, so that its exit code is known
             return
         reason = self._launched[rank].why_ended()
         self._lose(f"rank {rank} has died" + (f" ({reason})" if reason else ""))
 
     def _silence(self) -> str | None:
-        """The rank that has missed pings lately, where there is one: what breaks elsewhere is then its doing."""
+        """A message about the rank that missed the most pings, if it missed more than two: it is the cause of other ranks' failures."""
         if len(self._ready) < self.size - 1:
-            return None  # who imports or reads weights may be slow to answer
+            return None  # a loading rank may be slow to answer
         rank = max(self._num_unanswered, key=lambda one: self._num_unanswered[one])
         return self._hang(rank) if self._num_unanswered[rank] > 2 else None
 
@@ -255,7 +255,7 @@ class Ranks:
         return f"rank {rank} hangs: no sign of life for {self._num_unanswered[rank] * self._interval_s:.1f} s"
 
     def _watch(self) -> None:
-        """In a thread: asks for signs of life, so that a rank that is stopped is noticed without any work to do."""
+        """Runs in a thread: pings the ranks, so that a hung rank is noticed even without work."""
         while not self._is_closing.wait(self._interval_s):
             is_loading = len(self._ready) < self.size - 1
             deadline_s = self._init_deadline_s if is_loading else self._rank_deadline_s

@@ -1,7 +1,7 @@
-"""One step as bytes, for the ranks that do not schedule: numbers alone, nothing pickled.
+"""One step as bytes, for the ranks that do not schedule. Only numbers, nothing pickled.
 
-A header of six int32 (tokens, requests, block ids, rows of logits, block size, format), then int32 arrays: token ids, the
-requests' token counts and context lengths, their block ids one after the other, and the tokens whose logits are wanted.
+The format is a header of six int32 (tokens, requests, block ids, rows of logits, block size, format), then int32 arrays: token
+ids, the requests' token counts and context lengths, their block ids one after the other, and the rows whose logits are wanted.
 Positions, slots and offsets follow from these.
 """
 
@@ -26,13 +26,13 @@ def encode_step(step: StepArrays) -> bytes:
 
 
 def decode_step(message: bytes) -> StepArrays:
-    """Raises ValueError for what this version did not write."""
+    """Raises ValueError for a message that this version did not write."""
     num_tokens, num_requests, num_blocks, num_rows, block_size, version = _HEADER.unpack_from(message)
     counts = (num_tokens, num_requests, num_requests, num_blocks, num_rows)
     if version != FORMAT or len(message) != _HEADER.size + 4 * sum(counts):
         raise ValueError(f"a step message of {len(message)} bytes in format {version} is not of this version")
     ends = np.cumsum(counts)
-    numbers = np.frombuffer(message, _INT, offset=_HEADER.size).copy()  # torch wants memory that may be written
+    numbers = np.frombuffer(message, _INT, offset=_HEADER.size).copy()  # torch needs writable memory
     token_ids_T, lens_R, context_lens_R, blocks, logit_rows_N, _ = np.split(numbers, ends)
     return StepArrays.with_blocks(
         token_ids_T=token_ids_T,

@@ -1,5 +1,5 @@
-"""What ranks of a replica say to each other about KV that is handed over, as JSON: an id of a block takes fewer bytes than
-as an integer of fixed size, and nothing is pickled."""
+"""Messages between the ranks of a replica about handoffs. They are JSON: nothing is pickled, and a block id takes fewer bytes than
+an integer of fixed size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache.transfer.pull import PullOutcome
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Blocks that will hold so many tokens may be read from now on, as far as they are computed."""
+    """Opens blocks that will hold `num_tokens` tokens for reading, as far as they are computed."""
 
     ref: TransferRef
     block_ids: tuple[int, ...]
@@ -24,7 +24,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The first so many tokens of an offer are in memory, once the steps before this message have ended."""
+    """The first `num_tokens` tokens of an offer are in memory once the steps sent before this message have ended."""
 
     ref: TransferRef
     num_tokens: int
@@ -32,7 +32,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The prefill of an offer has ended with these tokens."""
+    """The prefill of an offer has ended and generated `output_ids`."""
 
     ref: TransferRef
     output_ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class StartPull:
-    """Bring this rank's heads of a handoff, without its block ids, which only its source's logs are interested in."""
+    """Starts the pull of this rank's heads. The handoff comes without its block ids, which only the source's logs need."""
 
     pull: int
     handoff: KVHandoff
@@ -52,7 +52,7 @@ class StartPull:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """A pull may write the positions from `first` on to these blocks."""
+    """Gives a pull its blocks: `block_ids[i]` takes block `first + i` of the handoff."""
 
     pull: int
     ref: TransferRef
@@ -68,28 +68,28 @@ class CancelPull:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Nothing of this transfer begins any more; say when the last of it has ended."""
+    """Closes a transfer: no read or write may begin. The rank answers `Closed` when the last one has ended."""
 
     ref: TransferRef
 
 
 @dataclass(frozen=True, slots=True)
 class Serves:
-    """From a rank, before it is ready: the heads it holds, and where they can be read."""
+    """From a rank, before it is ready: its heads and the address at which they can be read."""
 
     share: HeadShare
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """From a rank, once for each transfer: nothing of it is read or written here any more."""
+    """From a rank, once per transfer: it neither reads nor writes for it any more."""
 
     ref: TransferRef
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """From a rank, once for each pull: how it ended. Its transfer, where it had one, was closed before."""
+    """From a rank, once per pull: its outcome. The pull's transfer, if any, was closed before."""
 
     pull: int
     outcome: PullOutcome
@@ -108,7 +108,7 @@ def encode(message: Order | Answer) -> bytes:
 
 
 def decode(payload: bytes) -> Any:
-    """An order or an answer. Raises ValueError for what this version did not write."""
+    """An order or an answer. Raises ValueError for a message that this version did not write."""
     try:
         name, values = json.loads(payload)
         return _MESSAGES[name](**{key: _PARSERS.get(key, _same)(value) for key, value in values.items()})

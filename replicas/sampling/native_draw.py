@@ -1,4 +1,4 @@
-"""Draws tokens through the compiled kernel: straight from the logits, one pass of threads over the rows."""
+"""Draws tokens through the compiled kernel: one call reads the logits in place, its threads share the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replicas.sampling.philox import uniforms
 from replicas.sampling.sampling_state import SamplingState
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, 2.0**126
-"""What a float32 division bears; beyond them a row is greedy or uniform anyway."""
+"""Bounds that a float32 division can represent; beyond them a row is greedy or uniform anyway."""
 
 
 class _Settings(ctypes.Structure):
@@ -28,7 +28,7 @@ class _Settings(ctypes.Structure):
 
 
 class NativeDraw:
-    """Temperature, top_k, top_p, min_p and the inverse CDF for many rows. The plain reference is in `replicas.sampling.sampler`."""
+    """Temperature, top_k, top_p, min_p and the inverse CDF for many rows. The torch reference is in `replicas.sampling.sampler`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_structs(library, MantaDrawSettings=_Settings)
@@ -39,7 +39,7 @@ class NativeDraw:
         return logits_RV.dtype == torch.float32 and logits_RV.device.type == "cpu" and logits_RV.stride(1) == 1
 
     def argmax(self, logits_RV: torch.Tensor, rows: Sequence[int]) -> list[int]:
-        """The first id with the largest logit of each of `rows`; -1 where a logit is NaN or the largest is infinite."""
+        """For each of `rows`, the first id with the largest logit; -1 if a logit is NaN or the largest is infinite."""
         token_ids = (ctypes.c_int64 * len(rows))()
         self._argmax(
             ctypes.c_void_p(logits_RV.data_ptr()), ctypes.c_int64(logits_RV.stride(0)), ctypes.c_int64(logits_RV.shape[1]),
@@ -49,7 +49,7 @@ class NativeDraw:
         return list(token_ids)
 
     def draw(self, logits_RV: torch.Tensor, rows: Sequence[int], states: Sequence[SamplingState]) -> list[int]:
-        """The token of each of `rows`, `states` in the same order; -1 where the row's largest logit is not finite."""
+        """A token for each of `rows`, whose `states` are in the same order; -1 if the row's largest logit is not finite."""
         vocab_size = logits_RV.shape[1]
         if not rows:
             return []

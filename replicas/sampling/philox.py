@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., SC 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-A draw is a pure function of (seed, choice, position). It needs no generator state, so it is the same alone, in a batch,
-after a preemption, after a resume on another replica, and for a speculative draft.
+A draw is a pure function of (seed, choice, position). Without generator state it is the same alone, in a batch, after a
+preemption, after a resume on another replica, and in the verification of a draft.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def philox4x32(counter_4N: Words, key_2N: Words) -> Words:
 def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) with 53 random bits per (seed, choice, position).
 
-    Seeds count modulo 2**64, so negative ones are fine. The counter is (position, choice, 0): its last word is free for
+    Seeds are taken modulo 2**64, so negative ones are fine. The counter is (position, choice, 0): its last word is free for
     other uses of the same seed.
     """
     seed_N = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)

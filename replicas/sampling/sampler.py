@@ -1,10 +1,10 @@
-"""Next tokens from logits, vectorised over requests that each have their own settings.
+"""Next tokens from logits, vectorised over requests with different settings.
 
 Shapes: R rows (requests), V vocabulary, S rows that are sampled, P the rows of S with a filter, K candidates,
 N (row, token) pairs, B spans of W token ids.
 
-A row's token depends on that row alone: every operation works row by row with an order of summation that does not
-depend on the number of rows. (A plain `sum` over one long row would: torch splits it over threads.)
+A row's token depends on that row alone: every operation works row by row, with an order of summation that does not
+depend on the number of rows. (The order of a plain `sum` does: torch splits one long row over threads.)
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from replicas.sampling.sampling_state import SamplingState
 from replicas.sampling_params import MAX_LOGPROBS
 
 _CHUNK_ELEMENTS = 1 << 24
-"""Logits worked on at a time: 64 MiB in float32, whatever the batch."""
+"""Most logits copied at a time, whatever the batch: 64 MiB in float32."""
 _NUM_CANDIDATES = (256, 4096)
-"""top_p looks at this many of the most probable tokens before it sorts them all (72 ms for 32 rows of 49,152; 4 for 256)."""
+"""top_p looks at this many of the most probable tokens before it sorts all (32 rows of 49,152: 72 ms for all, 4 ms for 256)."""
 _SPAN = 64
 """Token ids summed together on the way to the CDF."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """One token per row. A row in `errors` has no token: its request fails, and its `token_ids` entry means nothing."""
+    """One token per row. A row in `errors` has no token: its request fails, and its entry in `token_ids` is meaningless."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob | None]
@@ -44,7 +44,7 @@ class SampledTokens:
 class Sampler:
     """Draws tokens; holds no state of any request.
 
-    With `native`, the filters and the draw are one compiled call that reads the logits where they lie.
+    With `native`, the filters and the draw are one compiled call that reads the logits in place.
     """
 
     def __init__(self, vocab_size: int, native: NativeDraw | None = None) -> None:
@@ -53,7 +53,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits_RV: Tensor, states: Sequence[SamplingState]) -> SampledTokens:
-        """The next token of each row, for the position that its state is at. Changes neither logits nor states.
+        """The next token of each row, at the position of its state. Changes neither logits nor states.
 
         Order: repetition, presence and frequency penalties, logit_bias, suppression and mask, temperature, top_k, top_p,
         min_p; then the inverse CDF in token-id order at the row's uniform number. Logits that are NaN or +inf, or a row
@@ -107,7 +107,7 @@ class Sampler:
 
     @torch.inference_mode()
     def score(self, logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-        """Log-probability of the given token in each row, with the row's `num_top` best; NaN where logits are not finite."""
+        """Log-probability of the given token in each row, with the row's `num_top` best; NaN if logits are not finite."""
         found: list[TokenLogprob] = []
         rows_per_chunk = max(1, _CHUNK_ELEMENTS // self.vocab_size)
         for start in range(0, len(token_ids), rows_per_chunk):
@@ -119,7 +119,7 @@ class Sampler:
         self, logits_RV: Tensor, rows: list[int], states: list[SamplingState], token_ids: list[int], errors: dict[int, str]
     ) -> None:
         """Draws for `rows` (their `states` in the same order) into `token_ids` and `errors`."""
-        work_RV = logits_RV[rows].float()  # indexing copied it
+        work_RV = logits_RV[rows].float()  # indexing copies, so work_RV may be changed
         is_bad = (~work_RV.amax(-1).isfinite()).tolist()
         edit_logits(work_RV, states)
         best = work_RV.amax(-1).tolist()
@@ -218,9 +218,9 @@ def _draw(work_SV: Tensor, states: Sequence[SamplingState]) -> Tensor:
 def inverse_cdf(probs_SV: Tensor, draw_S: Tensor) -> Tensor:
     """The first id of each row whose cumulated probability exceeds `draw_S` (float64, in [0, 1)) times the row's total.
 
-    Rows need not sum to 1; a token with probability zero is never returned. Two levels, spans of ids and then ids: float32
-    sums of a span are exact enough, and a float64 sum over the whole row (float32 would lose rare tokens) costs ten times
-    as much.
+    Rows need not sum to 1; a token with probability zero is never returned. The search has two levels, spans of ids and then
+    ids: float32 sums of a span are exact enough, float32 sums of a row would lose rare tokens, and float64 sums over the whole
+    row cost ten times as much.
     """
     num_rows, vocab_size = probs_SV.shape
     padded_SV = torch.nn.functional.pad(probs_SV, (0, -vocab_size % _SPAN)) if vocab_size % _SPAN else probs_SV
@@ -235,7 +235,7 @@ def inverse_cdf(probs_SV: Tensor, draw_S: Tensor) -> Tensor:
 def _find(weights_SN: Tensor, target_S: Tensor) -> tuple[Tensor, Tensor]:
     """Index of the first entry whose cumulated weight exceeds the target, and how far into that entry the target reaches.
 
-    A target that rounding has pushed to the total or past it means the last entry above zero.
+    A target that rounding moved to the total or past it gives the last entry above zero.
     """
     sums_SN = weights_SN.cumsum(-1)
     total_S = sums_SN[:, -1]
@@ -246,10 +246,10 @@ def _find(weights_SN: Tensor, target_S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def filtered_probs(work_SV: Tensor, states: Sequence[SamplingState]) -> Tensor:
-    """Probabilities [S, V] after temperature, top_k, top_p and min_p: zero where dropped, not renormalised at the end.
+    """Probabilities [S, V] after temperature, top_k, top_p and min_p: zero for dropped tokens, not renormalised at the end.
 
-    Consumes `work_SV`. Tokens that tie with the last one kept are kept too, as transformers' top_k does, so that the
-    outcome depends on no sort order. At least the most probable token stays.
+    Consumes `work_SV`. Tokens that tie with the last kept one are kept too, as in transformers' top_k, so that the
+    result does not depend on sort order. At least the most probable token stays.
     """
     vocab_size = work_SV.shape[1]
     work_SV -= work_SV.amax(-1, keepdim=True)  # before the division, so that a tiny temperature cannot overflow
@@ -268,7 +268,7 @@ def filtered_probs(work_SV: Tensor, states: Sequence[SamplingState]) -> Tensor:
 
 
 def _keep_top_k(work_SV: Tensor, top_k: list[int]) -> None:
-    """Sets to -inf what lies below each row's k-th largest value."""
+    """Sets values below each row's k-th largest to -inf."""
     vocab_size = work_SV.shape[1]
     rows = [row for row, k in enumerate(top_k) if k < vocab_size]
     if not rows:
@@ -281,8 +281,8 @@ def _keep_top_k(work_SV: Tensor, top_k: list[int]) -> None:
 
 
 def _top_p_thresholds(probs_SV: Tensor, top_p: list[float]) -> Tensor | None:
-    """The smallest probability each row keeps [S] (0 keeps all): the smallest set of the most probable tokens with at least
-    top_p of the mass (Holtzman et al., arXiv 1904.09751). None when no row filters."""
+    """The smallest probability that each row keeps [S] (0 keeps all); None if no row filters. Kept is the smallest set of most
+    probable tokens with at least top_p of the mass (Holtzman et al., arXiv 1904.09751)."""
     rows = [row for row, p in enumerate(top_p) if p < 1]
     if not rows:
         return None
@@ -290,7 +290,7 @@ def _top_p_thresholds(probs_SV: Tensor, top_p: list[float]) -> Tensor | None:
     top_p_S = torch.tensor(top_p, device=probs_SV.device, dtype=torch.float64)
     vocab_size = probs_SV.shape[1]
     for num_candidates in (*(num for num in _NUM_CANDIDATES if num < vocab_size), vocab_size):
-        # A wider look starts with the same numbers in the same order, so what a row keeps does not depend on it.
+        # More candidates begin with the same numbers in the same order, so what a row keeps does not depend on their number.
         largest_PK = _take(probs_SV, rows).topk(num_candidates, dim=-1).values
         least_P, is_enough_P = _smallest_kept(largest_PK, top_p_S[rows])
         least_S[rows] = least_P
@@ -301,8 +301,8 @@ def _top_p_thresholds(probs_SV: Tensor, top_p: list[float]) -> Tensor | None:
 
 
 def _smallest_kept(sorted_PK: Tensor, top_p_P: Tensor) -> tuple[Tensor, Tensor]:
-    """Of probabilities in descending order, the last whose predecessors sum to less than top_p, and whether all together
-    reach top_p."""
+    """For probabilities in descending order: the last one whose predecessors sum to less than top_p, and whether the sum of all
+    reaches top_p."""
     cumulative_PK = sorted_PK.cumsum(-1, dtype=torch.float64)
     num_kept_P = 1 + (cumulative_PK[:, :-1] < top_p_P[:, None]).sum(-1)
     return sorted_PK.gather(-1, num_kept_P[:, None] - 1)[:, 0], cumulative_PK[:, -1] >= top_p_P
@@ -311,8 +311,7 @@ def _smallest_kept(sorted_PK: Tensor, top_p_P: Tensor) -> tuple[Tensor, Tensor]:
 def _logprobs(logits_RV: Tensor, token_ids: list[int], wanted: list[int]) -> list[TokenLogprob]:
     """Log-softmax of the model's own logits (float32) for the chosen tokens, and each row's `wanted` best alternatives.
 
-    The same number of candidates is taken for every row, whatever it asked for: which of several equal ones `topk`
-    returns depends on that number.
+    Every row gets the same number of candidates, because that number decides which of several equal ones `topk` returns.
     """
     logprobs_RV = logits_RV.log_softmax(-1)
     chosen = logprobs_RV.gather(-1, torch.tensor(token_ids, device=logits_RV.device)[:, None])[:, 0].tolist()

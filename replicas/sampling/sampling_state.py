@@ -1,4 +1,4 @@
-"""What the draw of one request's next token depends on. Free of torch."""
+"""State and settings behind the draws of one request. Free of torch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _MAX_BIAS = 1e30
 
 
 class LogitsMask(Protocol):
-    """Which tokens may come next (a grammar). It moves with the request: forward on a token, back on a rollback."""
+    """Which tokens may come next (a grammar). It advances with each token of the request, and can be rolled back."""
 
     def advance(self, token_id: int) -> None: ...
 
     def rollback(self, num_tokens: int) -> None: ...
 
     def fill(self, allowed_V: npt.NDArray[np.bool_]) -> None:
-        """Sets False where a token is not allowed; all are True on entry."""
+        """Sets the entries of forbidden tokens to False; all are True on entry."""
         ...
 
 
 class SamplingState:
-    """Token counts for penalties and grammar state of one request, and the settings that its draws obey.
+    """Owns the token counts (for penalties) and the grammar state of one request, and holds the settings of its draws.
 
-    Hangs on a request: reads the request's own list of tokens, and is told when that grows (`follow`) or shrinks (`go_back`). All of
-    it derives from the request, so that one which is resent with `output_ids` continues as if never interrupted.
+    Reads the token list that `RequestState` owns, which reports when it grows (`follow`) or shrinks (`go_back`). Everything derives
+    from the request, so a request that is resent with `output_ids` continues as if never interrupted.
     """
 
     __slots__ = (
@@ -40,7 +40,7 @@ class SamplingState:
     def __init__(
         self, request: GenerationRequest, token_ids: list[int], eos_token_ids: frozenset[int] = frozenset(), mask: LogitsMask | None = None
     ) -> None:
-        """`token_ids`, prompt and output, belongs to the caller. `mask` has not seen any token yet."""
+        """`token_ids`, prompt and output, is the caller's list and is only read. `mask` has not seen any token yet."""
         params = request.params
         self.params = params
         self.seed = request.seed
@@ -49,7 +49,7 @@ class SamplingState:
         self._token_ids = token_ids
         self._num_prompt_tokens = len(request.prompt_ids)
         self._suppressed_early = tuple(sorted(eos_token_ids | frozenset(params.stop_token_ids))) if params.min_tokens else ()
-        self._bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None  # built on first use, as the counts are
+        self._bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None  # built on first use, like the counts
         self._counts: _TokenCounts | None = None
         self._is_plain_greedy = params.is_greedy and not params.has_penalties and not params.logit_bias and params.logprobs is None
         if mask is not None:
@@ -68,7 +68,7 @@ class SamplingState:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the next token is the argmax of the model's logits and nothing else is asked for."""
+        """Whether the next token is the argmax of the model's logits, without log-probabilities."""
         return self._is_plain_greedy and self.mask is None and not self.suppressed_ids
 
     @property
@@ -77,14 +77,14 @@ class SamplingState:
         return self.params.has_penalties or bool(self.params.logit_bias) or self.mask is not None or bool(self.suppressed_ids)
 
     def follow(self, token_id: int) -> None:
-        """The request's tokens now end with `token_id`."""
+        """Advances counts and grammar: the request's tokens now end with `token_id`."""
         if self._counts is not None:
             self._counts.add(token_id)
         if self.mask is not None:
             self.mask.advance(token_id)
 
     def go_back(self, gone_ids: Sequence[int]) -> None:
-        """The request's tokens no longer end with `gone_ids` (given in their order)."""
+        """Takes back counts and grammar: `gone_ids`, in their order, were removed from the end of the request's tokens."""
         if self._counts is not None:
             for token_id in reversed(gone_ids):
                 self._counts.remove(token_id)
@@ -92,7 +92,7 @@ class SamplingState:
             self.mask.rollback(len(gone_ids))
 
     def bias(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Ids of `logit_bias`, and what is added to each one's logit."""
+        """Token ids of `logit_bias`, and the value added to the logit of each."""
         if self._bias is None:
             biases = self.params.logit_bias
             values = np.fromiter(biases.values(), dtype=np.float64, count=len(biases)).clip(-_MAX_BIAS, _MAX_BIAS)
@@ -100,7 +100,7 @@ class SamplingState:
         return self._bias
 
     def token_counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Distinct tokens of prompt and output, and how often the output holds each. Views: read before the request grows."""
+        """Distinct tokens of prompt and output, and the count of each in the output. Views: read them before the request grows."""
         if self._counts is None:
             num_prompt = self._num_prompt_tokens
             self._counts = _TokenCounts(self._token_ids[:num_prompt], self._token_ids[num_prompt:])
@@ -110,7 +110,7 @@ class SamplingState:
 class _TokenCounts:
     """Distinct tokens in order of first appearance, with output counts, in arrays that grow by doubling.
 
-    Removal is last in, first out, so a token that leaves entirely holds the last slot.
+    Removal is last in, first out, so a token whose count falls to zero has the last slot.
     """
 
     def __init__(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:

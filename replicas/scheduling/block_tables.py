@@ -1,4 +1,4 @@
-"""Gives running requests the blocks for their tokens, and lets others find what these blocks hold. No torch."""
+"""Allocates blocks for the tokens of running requests, and publishes their content for prefix hits. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from replicas.scheduling.request_state import RequestState
 
 
 class BlockTables:
-    """Changes the block tables of requests, out of one pool. Owns no request.
+    """Fills, grows and frees the block tables of requests from one pool. Owns no request.
 
-    A share of the pool is kept back from new requests and drafts while others run, so that these can grow for a while.
+    While requests run, one block in a hundred is kept back from new requests and drafts, so that running ones can grow.
     """
 
     def __init__(self, pool: BlockPool, *, enable_prefix_caching: bool, weights_version: str) -> None:
@@ -26,12 +26,12 @@ class BlockTables:
         return self._prefix_cache.chain(request.cache_salt, request.adapter_id)
 
     def try_fill(self, state: RequestState, *, has_others: bool) -> bool:
-        """Blocks for all tokens of a request that has none, cached ones shared; False, and nothing changed, when too few are free."""
+        """Gives a request without blocks those for all its tokens, sharing cached ones; False, without a change, if too few are free."""
         cached = self._prefix_cache.match(state.chain, state.token_ids)
-        if state.num_scored < state.num_to_score:  # what is not computed has no logits
+        if state.num_scored < state.num_to_score:  # cached KV has no logits
             cached = cached[: state.num_scored // self.pool.block_size]
         num_new = self._num_blocks_for(len(state.token_ids)) - len(cached)
-        # Counted before anything is touched: a try that fails must not look like a use of the cached blocks.
+        # Counted before any block is retained: a failed try must not count as a use of the cached blocks.
         num_taken = num_new + sum(self.pool.ref_count(block_id) == 0 for block_id in cached)
         if self.pool.num_free < num_taken + (self._watermark_blocks if has_others else 0):
             return False
@@ -44,14 +44,14 @@ class BlockTables:
         return True
 
     def could_fill_without(self, victims: Sequence[RequestState], head: RequestState, *, has_others: bool) -> bool:
-        """Whether the blocks that `victims` alone hold would let `head` in, `has_others` beside it."""
+        """Whether preempting `victims` would free enough blocks for `head`; `has_others` says whether other requests still run."""
         held = Counter(block_id for state in victims for block_id in state.block_ids)
         num_theirs = sum(self.pool.ref_count(block_id) == count for block_id, count in held.items())
         headroom = self._watermark_blocks if has_others else 0
         return self.pool.num_free + num_theirs >= self._num_blocks_for(len(head.token_ids)) + headroom
 
     def try_grow(self, state: RequestState) -> bool:
-        """One more block, unless it has those for all its tokens; False when none is free."""
+        """Allocates one block if the request lacks any; False if none is free."""
         if self.lacks_blocks(state):
             new = self.pool.try_allocate(1)
             if new is None:
@@ -63,8 +63,8 @@ class BlockTables:
         return len(state.block_ids) < self._num_blocks_for(len(state.token_ids))
 
     def room_for_drafts(self, state: RequestState, num_drafts: int) -> int:
-        """How many of so many drafts there are slots for behind the request's tokens; takes free blocks for them, and no more than
-        running requests can spare."""
+        """Allocates blocks for up to `num_drafts` tokens behind the request's own, except those kept back for running requests;
+        returns how many drafts have slots."""
         num_tokens, size = len(state.token_ids), self.pool.block_size
         num_new = self._num_blocks_for(num_tokens + num_drafts) - len(state.block_ids)
         num_new = min(num_new, self.pool.num_free - self._watermark_blocks)
@@ -73,13 +73,13 @@ class BlockTables:
         return min(num_drafts, len(state.block_ids) * size - num_tokens)
 
     def publish(self, state: RequestState, start: int, end: int) -> list[int]:
-        """Makes the blocks findable whose last slots are among the tokens `start .. end - 1`; returns those that became so."""
+        """Publishes the keys of blocks whose last slot is among the tokens `start .. end - 1`; returns the newly findable blocks."""
         size = self.pool.block_size
         first, last = start // size, end // size
         return self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, first, last) if first < last else []
 
     def trim(self, state: RequestState) -> None:
-        """Gives blocks back that no token of the request needs."""
+        """Frees the blocks that no token of the request needs."""
         num_needed = self._num_blocks_for(len(state.token_ids))
         if len(state.block_ids) > num_needed:
             self.pool.release(state.block_ids[num_needed:], state.request.priority)
@@ -90,8 +90,8 @@ class BlockTables:
         state.block_ids = []
 
     def check(self, states: Sequence[RequestState], other_tables: Sequence[Sequence[int]]) -> None:
-        """Raises AssertionError unless the pool's counts are those of these requests and `other_tables`, and no slot is wasted
-        beyond each request's last block."""
+        """Raises AssertionError unless the pool's reference counts equal the blocks of these requests and `other_tables`, and no
+        request has a block more than its tokens need."""
         self.pool.check()
         self.pool.check_holders([*(state.block_ids for state in states), *other_tables])
         size = self.pool.block_size

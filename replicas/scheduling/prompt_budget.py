@@ -1,4 +1,4 @@
-"""How many tokens of prompts one step takes in."""
+"""How many prompt tokens one step computes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from replicas.scheduling.step_plan import ScheduledChunk
 
 
 class PromptBudget:
-    """Owns what is left of one step's tokens once its decodes have theirs.
+    """Owns the tokens of one step that its decodes leave.
 
-    Prompts make the gap of the decodes beside them longer, so they are held back: together they get what the smaller budget of a mixed
-    step leaves, a block at least. A prompt more urgent than every decode is not: it may have all that is left of the step. Of either, up
-    to a block and a quarter is kept for the oldest prompt, which so goes on however many more urgent ones come.
+    Prompts lengthen the gap between a stream's tokens, so they are held back: together they get what the smaller budget of a mixed step
+    leaves, at least a block. A prompt more urgent than every decode is not held back and may use all that is left. In both cases up to a
+    block, at most a quarter of what is left, is kept for the oldest prompt, so that it progresses however many urgent ones arrive.
     """
 
     def __init__(
@@ -24,8 +24,8 @@ class PromptBudget:
         streaming: Sequence[ScheduledChunk],
         prompts: Sequence[RequestState],
     ) -> None:
-        """`num_tokens` are left of the step; `num_mixed_tokens` is the budget of a mixed one, its decodes included. `streaming` are the
-        decodes planned already that have a gap to keep, `prompts` the requests that run already."""
+        """`num_tokens` are left of the step; `num_mixed_tokens` is the budget of a mixed step, decodes included. `streaming` are the
+        planned decodes that have emitted a token, so that their gap counts; `prompts` are the running prefills."""
         self._num_left = num_tokens
         self._num_left_held_back = num_tokens
         self._decode_priority: int | None = None
@@ -37,7 +37,7 @@ class PromptBudget:
         self._num_for_oldest = min(block_size, self._num_left // 4, self._num_left_held_back // 4)
 
     def left_for(self, state: RequestState) -> int:
-        """Tokens, 0 when the step is full for this prompt."""
+        """Tokens that this prompt may still use; 0 if the step is full for it."""
         num_left = min(self._num_left, self._num_left_held_back) if self._is_held_back(state) else self._num_left
         return num_left if self._oldest in (None, state) else max(0, num_left - self._num_for_oldest)
 

@@ -17,12 +17,12 @@ class RequestStatus(Enum):
 
 
 class RequestState:
-    """Owns the tokens, their position and the block table of one accepted request; changed by the Scheduler alone, but for tokens that
-    a verification of drafts tries and takes back.
+    """Owns the tokens (prompt and output), the position and the block table of one accepted request. Only the Scheduler changes it, except
+    that the verification of drafts appends tokens and takes them back.
 
     Always: `num_computed_tokens <= len(token_ids)`; KV for the first `num_computed_tokens` tokens is in `block_ids`, and
-    a waiting request holds no block. There are no phases: a request has caught up when only tokens that no step has computed before
-    are left, its newest one as a rule.
+    a waiting request holds no block. There are no phases: a request has caught up, and decodes, when the only uncomputed tokens are new
+    ones that no step has computed before, usually just the newest.
     """
 
     __slots__ = (
@@ -47,21 +47,21 @@ class RequestState:
         self.chain = chain
         stops = frozenset(request.params.stop_token_ids)
         self.stop_token_ids = stops if request.params.ignore_eos else stops | eos_token_ids
-        self.max_num_tokens = max_num_tokens  # prompt + output at which it ends by length
+        self.max_num_tokens = max_num_tokens  # prompt + output tokens at which the request ends with LENGTH
         self.token_ids = [*request.prompt_ids, *request.output_ids]
-        self.draft_ids: Sequence[int] = ()  # for the next step, if it computes every token that is known
+        self.draft_ids: Sequence[int] = ()  # for the next step, used if that computes all known tokens
         self.sampling = SamplingState(request, self.token_ids, eos_token_ids, mask)
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_to_score = len(request.prompt_ids) - 1 if request.wants_prompt_logprobs else 0  # leading positions, for prompt_logprobs
-        self.num_scored = 0  # of these, the ones whose logits were taken; a preemption does not undo it
-        self.prompt_logprobs: list[TokenLogprob] | None = [] if request.wants_prompt_logprobs else None  # until they are reported
+        self.num_scored = 0  # of num_to_score, those whose logits were read; a preemption keeps it
+        self.prompt_logprobs: list[TokenLogprob] | None = [] if request.wants_prompt_logprobs else None  # None once reported
         self.status = RequestStatus.WAITING
-        self.awaits_load = False  # waits for blocks into which another replica's KV shall go
-        self.is_loading = False  # runs, but its KV is on the way: nothing to compute until then
-        self.decodes_from = 0  # number of computed tokens from which it decodes
+        self.awaits_load = False  # waits for blocks that another replica's KV will fill
+        self.is_loading = False  # runs, but its KV is still in transfer: nothing to compute
+        self.decodes_from = 0  # number of computed tokens from which the request decodes
         self.begin_catching_up()
 
     @property
@@ -74,25 +74,25 @@ class RequestState:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it has caught up, however many new tokens (drawn or forced) wait to be computed."""
+        """Whether the request has caught up, however many new tokens (drawn or forced) are uncomputed."""
         return self.num_computed_tokens >= self.decodes_from and not self.is_loading
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Smaller goes first. A total order that never changes, so that no two requests preempt each other in turns."""
+        """Smaller goes first. A total order that never changes, so that two requests cannot preempt each other in turns."""
         return (self.request.priority, self.arrival_number)
 
     def begin_catching_up(self) -> None:
-        """Its blocks are new, or lost: all but the newest token known now must be computed, or found, before it decodes."""
+        """Called when the blocks are new: all known tokens but the newest must be computed or found in the cache before it decodes."""
         self.decodes_from = max(1, len(self.token_ids) - 1)
 
     def append(self, token_id: int) -> None:
-        """The request now ends with `token_id`; token counts and grammar follow."""
+        """Appends an output token; token counts and grammar advance with it."""
         self.token_ids.append(token_id)
         self.sampling.follow(token_id)
 
     def go_back(self, num_tokens: int) -> None:
-        """Forgets the newest output tokens; token counts and grammar go back as well. Raises ValueError for more than there are."""
+        """Removes the newest output tokens; token counts and grammar go back too. Raises ValueError if there are fewer."""
         if not 0 <= num_tokens <= self.num_output_tokens:
             raise ValueError(f"num_tokens must be in [0, {self.num_output_tokens}], got {num_tokens}")
         if num_tokens:

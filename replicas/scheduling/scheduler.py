@@ -1,7 +1,7 @@
-"""Decides which tokens each step computes. No phases, no torch.
+"""Decides which tokens each step computes. No phases; free of torch.
 
 Iteration-level scheduling after Orca (OSDI'22), paged blocks after PagedAttention (SOSP'23), chunked prefill after
-Sarathi-Serve (OSDI'24): every request only has tokens that are not computed yet, and a step hands out one budget.
+Sarathi-Serve (OSDI'24): every request just has uncomputed tokens, and a step distributes one token budget.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ class SchedulerConfig:
     max_num_seqs: int
     """Most requests that run at once."""
     max_num_batched_tokens: int
-    """Token budget of a step, at least `max_num_seqs` so that every running request can decode."""
+    """Token budget of a step; at least `max_num_seqs`, so that every running request can decode."""
     max_model_len: int
+    """Most tokens of prompt plus output."""
     max_num_mixed_tokens: int | None = None
-    """Token budget of a step in which requests decode, see `PromptBudget`; None is that of other steps."""
+    """Token budget of a step in which requests decode, see `PromptBudget`; None takes `max_num_batched_tokens`."""
     max_num_scored_tokens: int = 512
-    """Most positions of a step whose logits are kept for `prompt_logprobs`: a row of the vocabulary's size each."""
+    """Most positions of a step whose logits are kept for `prompt_logprobs`; each is a row of the vocabulary's size."""
     eos_token_ids: frozenset[int] = frozenset()
     enable_prefix_caching: bool = True
     weights_version: str = ""
@@ -42,9 +43,9 @@ class SchedulerConfig:
 class Scheduler:
     """Owns waiting and running requests and their block tables.
 
-    Always: running requests hold blocks for all their known tokens up to the budgeted one, waiting ones hold none; each
-    accepted request is reported with a finish reason exactly once. Between equals, the earlier request keeps its blocks;
-    a waiting request takes a running one's place only when its priority is strictly more urgent.
+    Always: running requests hold blocks for every token that a step has computed or planned, waiting ones hold none; each
+    accepted request is reported with a finish reason exactly once. At equal priority the earlier request keeps its blocks;
+    a waiting request preempts a running one only if its priority is strictly more urgent.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
@@ -59,7 +60,7 @@ class Scheduler:
         self._waiting: list[RequestState] = []  # by urgency
         self._running: list[RequestState] = []  # by urgency
         self._ended: list[RequestProgress] = []  # endings not reported yet
-        self._new_loads: list[RequestState] = []  # not taken yet
+        self._new_loads: list[RequestState] = []  # not returned by take_loads yet
         self._num_arrivals = 0
 
     @property
@@ -75,8 +76,7 @@ class Scheduler:
         return bool(self._states or self._ended)
 
     def add(self, request: GenerationRequest, mask: LogitsMask | None = None) -> RequestState:
-        """Accepts a request; `mask` is its grammar, if any. Raises RequestRejected when it can never run here; a full cache is no
-        reason."""
+        """Accepts a request; `mask` is its grammar, if any. Raises RequestRejected if it can never run here, not for a full cache."""
         num_prompt = len(request.prompt_ids)
         if num_prompt == 0:
             raise RequestRejected("the prompt is empty")
@@ -108,20 +108,20 @@ class Scheduler:
         return state
 
     def expect_load(self, key: RequestKey) -> None:
-        """The KV of a waiting request comes from another replica: with its blocks it gets nothing to compute until `end_load`."""
+        """Marks a waiting request whose KV comes from another replica: once admitted, it computes nothing until `end_load`."""
         state = self._states[key]
         assert state.status is RequestStatus.WAITING, "only a waiting request can expect a load"
         state.awaits_load = True
 
     def take_loads(self) -> list[RequestState]:
-        """Requests that got their blocks and wait for KV in those after the first `num_computed_tokens`; each once."""
+        """Newly admitted requests whose blocks wait for KV behind the first `num_computed_tokens` tokens; each is returned once."""
         loads, self._new_loads = self._new_loads, []
         return [state for state in loads if state.is_loading]
 
     def end_load(self, key: RequestKey, num_tokens: int = 0, output_ids: Sequence[int] = ()) -> RequestProgress | None:
-        """KV of the first `num_tokens` tokens is in the blocks, and `output_ids` follow them; with 0 it is computed here.
+        """Ends a load: the blocks hold KV of the first `num_tokens` tokens, followed by `output_ids`. With 0 the KV is computed here.
 
-        Returns progress when some of `output_ids` were not known. Nothing happens to a request that no longer waits for it.
+        Returns progress if some of `output_ids` were not known. Does nothing if the request no longer waits for a load.
         """
         state = self._states.get(key)
         if state is None:
@@ -139,13 +139,13 @@ class Scheduler:
         return self._append(state, new_ids) if new_ids else None
 
     def propose(self, key: RequestKey, draft_ids: Sequence[int]) -> None:
-        """Drafts for the next step, to be verified there as far as budget, blocks and the request's length allow; a request that ended,
-        or that the step does not bring to its last token, forgets them."""
+        """Sets drafts that the next step verifies, as far as budget, blocks and the request's length allow. They are dropped if the
+        request has ended, or if that step does not compute all its known tokens."""
         if (state := self._states.get(key)) is not None:
             state.draft_ids = draft_ids
 
     def cancel(self, key: RequestKey) -> bool:
-        """Ends a request between two steps, its blocks free at once; False when it already ended."""
+        """Ends a request between two steps and frees its blocks at once; False if it already ended."""
         state = self._states.get(key)
         if state is None:
             return False
@@ -154,7 +154,7 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan:
-        """Plans one step. Running requests that decode go first, then running prefills, then waiting requests."""
+        """Plans one step: first running requests that decode, then running prefills, then waiting requests."""
         num_preemptions = self._make_room_for_urgent()
         budget = self.config.max_num_batched_tokens
         chunks: list[ScheduledChunk] = []
@@ -165,10 +165,10 @@ class Scheduler:
             if state.status is RequestStatus.RUNNING:
                 num_preemptions += self._grow(state)
         decoding = [state for state in decoding if state.status is RequestStatus.RUNNING]
-        num_for_prompts = self.pool.block_size if catching_up or self._waiting else 0  # drafts leave them that
-        for num_after, state in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):  # each of those gets a token at least
+        num_for_prompts = self.pool.block_size if catching_up or self._waiting else 0  # tokens that drafts leave to prompts
+        for num_after, state in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):  # each later one gets at least a token
             budget -= self._schedule_chunk(state, budget - num_after, chunks, published, num_kept=num_for_prompts)
-        streaming = [chunk for chunk in chunks if chunk.state.num_output_tokens]  # a prompt's last token has no gap to keep
+        streaming = [chunk for chunk in chunks if chunk.state.num_output_tokens]  # before its first token a stream has no gap
         catching_up = [state for state in catching_up if state.status is RequestStatus.RUNNING and not state.is_loading]
         prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, streaming, catching_up)
         for state in catching_up:
@@ -184,10 +184,10 @@ class Scheduler:
         return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions)
 
     def update(self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None) -> list[RequestProgress]:
-        """Takes the result of a step: `token_ids[i]` are the new tokens of the i-th chunk that samples, one or more. As far as they are
-        the chunk's drafts, these are accepted and their KV counts; that of other drafts is given up by counting.
+        """Takes the result of a step: `token_ids[i]` are the new tokens, at least one, of the i-th chunk that samples. Drafts equal to
+        them are accepted and count as computed; the other drafts do not, so their KV is overwritten later.
 
-        `errors` maps such an index to the reason why its request fails. Returns the progress of every request that got
+        `errors` maps such an index i to the reason why its request fails. Returns the progress of every request that got
         tokens or ended, cancelled ones included.
         """
         progress, self._ended = self._ended, []
@@ -200,7 +200,7 @@ class Scheduler:
                 continue
             index, new_ids = next(samples)
             if errors and index in errors:
-                self.pool.forget(state.block_ids)  # its KV may be what is broken
+                self.pool.forget(state.block_ids)  # its KV may be the cause
                 self._end(state)
                 progress.append(self._progress(state, finish_reason=FinishReason.FAILED, error=errors[index]))
             else:
@@ -208,7 +208,7 @@ class Scheduler:
         return progress
 
     def fail_step(self, plan: StepPlan, error: str) -> list[RequestProgress]:
-        """The step of `plan` did not happen: its requests fail, and the blocks that it promised are forgotten."""
+        """Fails the requests of a step that did not run, and forgets the blocks that its plan published."""
         progress, self._ended = self._ended, []
         self.pool.forget(plan.published)
         for chunk in plan.chunks:
@@ -217,12 +217,12 @@ class Scheduler:
         return progress
 
     def take_ended(self) -> list[RequestProgress]:
-        """Endings since the last step, for when there is nothing to run."""
+        """Endings since the last step, if there is no step whose `update` reports them."""
         progress, self._ended = self._ended, []
         return progress
 
     def check(self, other_tables: Sequence[Sequence[int]] = ()) -> None:
-        """Raises AssertionError when an invariant does not hold. `other_tables` are held beside the requests (transfers)."""
+        """Raises AssertionError if an invariant does not hold. `other_tables` are block tables held by transfers."""
         self._tables.check(list(self._states.values()), other_tables)
         assert all(state.status is RequestStatus.RUNNING for state in self._running), "a running request has another status"
         for state in self._waiting:
@@ -234,7 +234,7 @@ class Scheduler:
             assert queue == sorted(queue, key=_urgency), "a queue is out of order"
 
     def _make_room_for_urgent(self) -> int:
-        """Preempts for a waiting request of strictly more urgent priority, when that lets it in. Returns how many."""
+        """Preempts for a waiting request of strictly more urgent priority, if that gets it admitted. Returns the number of victims."""
         num_preemptions = 0
         while self._waiting and self._running:
             head = self._waiting[0]
@@ -249,7 +249,7 @@ class Scheduler:
         return num_preemptions
 
     def _try_admit(self, state: RequestState) -> bool:
-        """Moves the most urgent waiting request to running with blocks for all its tokens, cached ones shared."""
+        """Moves a waiting request to running, with blocks for all its tokens, cached ones shared; False if there is no room."""
         if len(self._running) >= self.config.max_num_seqs or not self._tables.try_fill(state, has_others=bool(self._running)):
             return False
         state.begin_catching_up()
@@ -264,9 +264,9 @@ class Scheduler:
         return True
 
     def _grow(self, state: RequestState) -> int:
-        """Gives a decoding request the blocks for its newest tokens, preempting from the least urgent end.
+        """Gives a decoding request the blocks for its newest tokens, preempting the least urgent requests first.
 
-        It preempts itself when nobody less urgent is left. Returns how many were preempted.
+        It preempts itself if no less urgent one is left. Returns the number of victims.
         """
         num_preemptions = 0
         while self._tables.lacks_blocks(state):
@@ -282,11 +282,11 @@ class Scheduler:
     def _schedule_chunk(
         self, state: RequestState, budget: int, chunks: list[ScheduledChunk], published: list[int], *, num_kept: int = 0
     ) -> int:
-        """Plans up to `budget` tokens of a running request, and publishes the blocks that known ones fill. Drafts may use no more of the
-        budget than leaves `num_kept`. Returns how many.
+        """Plans up to `budget` tokens of a running request, and publishes the blocks that known tokens fill. Drafts leave `num_kept`
+        tokens of the budget. Returns the number of planned tokens.
 
-        Within a layer all keys and values are written before any attention reads them, so a request later in the same
-        plan may already share these blocks.
+        Each layer writes all keys and values before its attention reads any, so a request later in the same plan may
+        already share these blocks.
         """
         start, num_known = state.num_computed_tokens, len(state.token_ids)
         num_tokens = min(num_known - start, budget)
@@ -315,11 +315,11 @@ class Scheduler:
         return end - start
 
     def _append(self, state: RequestState, new_ids: Sequence[int], draft_ids: Sequence[int] = ()) -> RequestProgress:
-        """Takes new tokens, up to what ends the request. `draft_ids` were computed in their place."""
+        """Appends new tokens up to the one that ends the request. `draft_ids` are the drafts that the step computed at their positions."""
         num_known = len(state.token_ids)
         reason: FinishReason | None = None
         stop_token_id: int | None = None
-        if num_known >= state.max_num_tokens:  # nothing was asked for but the prompt's own log-probabilities
+        if num_known >= state.max_num_tokens:  # max_tokens is 0: the request only scores its prompt
             new_ids, reason = (), FinishReason.LENGTH
         for token_id in new_ids:
             state.append(token_id)
@@ -339,7 +339,7 @@ class Scheduler:
         return self._progress(state, token_ids=taken, finish_reason=reason, stop_token_id=stop_token_id)
 
     def _keep_accepted(self, state: RequestState, num_known: int, draft_ids: Sequence[int]) -> None:
-        """Drafts that are the tokens taken behind the first `num_known` are computed; what their blocks hold is findable only now."""
+        """Counts the drafts as computed that equal the tokens behind the first `num_known`, and publishes the blocks that they fill."""
         new_ids = state.token_ids[num_known:]
         num_accepted = next((i for i, (new, draft) in enumerate(zip(new_ids, draft_ids, strict=False)) if new != draft), len(draft_ids))
         state.num_computed_tokens = min(num_known + num_accepted, len(state.token_ids) - 1)
@@ -347,7 +347,7 @@ class Scheduler:
         self._tables.trim(state)
 
     def _preempt(self, state: RequestState) -> None:
-        """Takes all blocks of a running request; it is computed again later, from whatever stays cached."""
+        """Takes all blocks of a running request; later it is recomputed from what is still cached."""
         self._release_blocks(state)
         del self._running[self._index(self._running, state)]
         state.num_computed_tokens = 0
@@ -363,7 +363,7 @@ class Scheduler:
         state.status = RequestStatus.ENDED
 
     def _release_blocks(self, state: RequestState) -> None:
-        state.is_loading = False  # what is on the way arrives for nobody
+        state.is_loading = False  # KV still in transfer is dropped on arrival
         state.draft_ids = ()
         self._tables.release(state)
 

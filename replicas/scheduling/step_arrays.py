@@ -1,4 +1,5 @@
-"""What one step computes, as plain numbers on the host. Free of torch. T packed tokens, R requests, M blocks of the longest."""
+"""One step as numpy arrays on the host. Free of torch. Shapes: T packed tokens, R requests, M blocks of the longest request,
+N rows of logits, K rows of hidden states."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenRows:
-    """Hidden states that are wanted, see `step_plan.HiddenStates`."""
+    """Requested hidden states, see `step_plan.HiddenStates`."""
 
     layers: tuple[int, ...]
     rows_K: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -24,20 +25,20 @@ class HiddenRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepArrays:
-    """A packed step without what follows from it: every request's tokens one after the other."""
+    """A packed step: every request's tokens one after the other. Positions and slots follow from the fields and are not stored."""
 
     token_ids_T: IntArray
     lens_R: IntArray
     """Tokens of each request in this step."""
     context_lens_R: IntArray
-    """Tokens in KV once this step has written its own."""
+    """Tokens in KV after this step, its own included."""
     block_tables_RM: IntArray
     """Padded with 0."""
     logit_rows_N: IntArray
     """Indices into T of the tokens whose logits are wanted, ascending."""
     block_size: int
     hidden: HiddenRows | None = None
-    """Not told to other ranks: rank 0 has hidden states whole."""
+    """Not sent to other ranks: rank 0 has complete hidden states."""
 
     @classmethod
     def of(cls, plan: StepPlan, block_size: int) -> StepArrays:
@@ -88,7 +89,7 @@ class StepArrays:
         )
 
     def block_ids(self) -> IntArray:
-        """Of all requests, one after the other, without padding."""
+        """Block ids of all requests, one after the other, without padding."""
         return self.block_tables_RM[_is_block(self.context_lens_R, self.block_size)]
 
 

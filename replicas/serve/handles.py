@@ -6,11 +6,11 @@ from typing import Any
 
 
 def over_grpc(handle: Any) -> Any:
-    """`handle` with its calls over Serve's gRPC transport, wherever the handle was made.
+    """`handle` with its calls over Serve's gRPC transport, whatever process created the handle.
 
-    Over Serve's other transport a stream is a streaming actor task. While its caller does not take the items, Ray waits for it
-    inside the callee's event loop, so that one stopped caller would stop the callee for all others (Ray 2.60,
-    `TaskGeneratorBackpressureWaiter`). A handle takes the transport with it that was the default where it was made, which a
-    variable of the environment decides; a wrong one there must not bring this back.
+    In Serve's other transport a stream is a streaming actor task. While its caller does not take items, Ray blocks inside the
+    callee's event loop, so one stopped caller would stop the callee for all others (Ray 2.60,
+    `TaskGeneratorBackpressureWaiter`). A handle keeps the default transport of the process that created it, which an
+    environment variable sets; setting the transport here makes that variable irrelevant.
     """
     return handle.options(_by_reference=False)

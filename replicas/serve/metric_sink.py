@@ -1,4 +1,4 @@
-"""The engine's metrics through Ray."""
+"""Exports the engine's metrics through Ray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from replicas.engine.metrics import COUNTERS, GAUGES, STEP_SECONDS, STEP_SECONDS
 
 
 class RayMetricSink:
-    """The engine's metrics on Ray's metrics agent, where the dashboard and Prometheus find them."""
+    """Sends the engine's metrics to Ray's metrics agent, which the dashboard and Prometheus read."""
 
     def __init__(self, tags: dict[str, str]) -> None:
         keys = tuple(tags)

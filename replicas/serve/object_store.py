@@ -1,4 +1,4 @@
-"""Ray's object store as the store of `kvcache.transfer.object_store`."""
+"""Ray's object store behind the protocol of `kvcache.transfer.object_store`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import ray
 
 
 class RayObjectStore:
-    """Ray's own store, for messages between replicas that have no faster way.
+    """Ray's store, for messages between replicas without a faster transport. Owns the refs of the objects put here.
 
-    A ref that is pickled outside of Ray's calls pins its object until the process ends. So a ticket holds what a ref is made
-    of, and the object lives exactly as long as the ref here.
+    A ref that is pickled outside of Ray's calls pins its object until the process ends. So a ticket holds the parts of a ref
+    (id, owner, status), and the object lives exactly as long as the ref kept here.
     """
 
     errors: tuple[type[Exception], ...] = (ray.exceptions.RayError,)
 
     def __init__(self) -> None:
-        """Raises RuntimeError with a Ray that makes its refs otherwise."""
+        """Raises RuntimeError if this version of Ray lacks the methods that serialize refs."""
         self.name = str(ray.get_runtime_context().gcs_address)
         self._core: Any = ray._private.worker.global_worker.core_worker
         for method in ("serialize_object_ref", "deserialize_and_register_object_ref"):
             if not hasattr(self._core, method):
                 raise RuntimeError(f"this version of Ray has no CoreWorker.{method}; install the pinned requirements.txt")
-        self._refs: dict[str, Any] = {}  # ticket -> what keeps the object
+        self._refs: dict[str, Any] = {}  # ticket -> ref that keeps the object
 
     def put(self, data: Any) -> str:
         ref = ray.put(data)
@@ -40,12 +40,12 @@ class RayObjectStore:
         return ray.get(ref, timeout=deadline_s)
 
     def free(self, ticket: str) -> None:
-        """Ray gives the memory back within a second, or with a hundred others."""
+        """Drops the ref; Ray frees the memory within a second, or together with a hundred other objects."""
         self._refs.pop(ticket, None)
 
 
 def object_store_transport(device: Any) -> Any:
-    """The transport over Ray's store, of KV on `device`. In a process of Ray's."""
+    """The transport over Ray's store for KV on `device`. Works only in a process that Ray started."""
     from kvcache.transfer.object_store import ObjectStoreTransport
 
     return ObjectStoreTransport(RayObjectStore(), device)

@@ -1,4 +1,4 @@
-"""The further ranks of a replica as Ray actors."""
+"""Starts the ranks above 0 of a replica as Ray actors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from replicas.serve.object_store import object_store_transport
 
 
 class RayLauncher:
-    """Ranks as actors in this replica's placement group, one a bundle. They end with the replica's actor, which owns them."""
+    """Starts ranks as actors in this replica's placement group, one per bundle. The replica's actor owns them: they end with it."""
 
     shows_all_devices = False
 
     def __init__(self) -> None:
-        """In the replica's actor, whose deployment asked for a placement group."""
+        """Called in the replica's actor. Raises ValueError if its deployment has no placement group."""
         group = get_current_placement_group()
         if group is None:
             raise ValueError("tensor_parallel_size above 1 needs a placement group; deploy through cluster.app, which asks for it")

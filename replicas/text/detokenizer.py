@@ -16,9 +16,9 @@ class IncrementalDetokenizer:
     """The text of one growing output.
 
     All texts returned by `push`, joined, plus `flush`, equal `tokenizer.decode(output_ids, skip_special_tokens)`. Text
-    that later tokens may still change is held back: an unfinished UTF-8 character, or a run of byte tokens. What is out
-    after some tokens depends on those tokens, not on how they were split into calls, so `output_ids` of an earlier
-    attempt put a new object exactly where the old one was.
+    that later tokens may still change is held back: an unfinished UTF-8 character, or a run of byte tokens. The text
+    returned so far depends on the tokens, not on how they were split into calls, so the `output_ids` of an earlier
+    attempt put a new object into exactly the state of the old one.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, output_ids: Sequence[int] = ()) -> None:
@@ -31,11 +31,11 @@ class IncrementalDetokenizer:
         self.push(output_ids)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is final now and was not before."""
+        """The text that became final with these tokens."""
         return "".join([self._decoder.add(token_id) for token_id in token_ids if token_id not in self._skipped])
 
     def flush(self) -> str:
-        """What was held back, as it stands. The output has ended: nothing may be pushed afterwards."""
+        """The text held back, as it is. Ends the output: nothing may be pushed afterwards."""
         return self._decoder.finish()
 
 
@@ -46,7 +46,7 @@ class _Decoder(Protocol):
 
 
 class _ByteLevelDecoder:
-    """Tokens are bytes, so all there is to hold is at most three bytes of a character."""
+    """Tokens are bytes, so at most three bytes of an unfinished character are held back."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -61,12 +61,12 @@ class _ByteLevelDecoder:
 
 
 class _WindowDecoder:
-    """Decodes the newest tokens together with the few before them, and gives out the difference.
+    """Decodes the newest tokens together with a few before them, and returns the difference.
 
     A token may render differently at the start of a text (sentencepiece drops its space), so the window always starts with
-    tokens that are already out. It holds ids[:num_out], whose text `_out` is out, and pending ones after them. The window
-    moves only where text cannot change any more: not inside a run of byte tokens and, for a tokenizer without a known
-    decoder, not while the pending tokens show nothing or end in U+FFFD (for at most `_MAX_PENDING` of them).
+    tokens whose text was already returned: `_ids[:_num_out]`, with the text `_out`. Pending tokens follow. The window moves
+    only where text cannot change any more: not inside a run of byte tokens and, for a tokenizer without a known decoder, not
+    while the pending tokens give no text or end in U+FFFD (for at most `_MAX_PENDING` of them).
     """
 
     _MAX_PENDING = 16
@@ -86,7 +86,7 @@ class _WindowDecoder:
             if BYTE_TOKEN.fullmatch(token):
                 self._ids.append(token_id)
                 return ""
-            # The run that ends here is decoded apart from what ends it: both are then windows of their own.
+            # The run of byte tokens ends here and is decoded apart from the token that ends it, each in its own window.
             text = self._advance() if len(self._ids) > self._num_out else ""
             self._ids.append(token_id)
             return text + self._advance()

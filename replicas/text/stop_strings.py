@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Aho-Corasick automaton (CACM 18(6), 1975) over the stop strings, with what it holds back.
+    """Aho-Corasick automaton (CACM 18(6), 1975) over the stop strings, and the text that it holds back.
 
-    The match that ends first wins, and of those that end together the longest. Text is held back only while it is a
-    proper prefix of some stop string, so joined outputs are the text up to the match. Time is linear in the text, whatever
+    The match that ends first wins; if several end together, the longest. Text is held back only while it is a proper
+    prefix of some stop string, so joined outputs are the text up to the match. Time is linear in the text, whatever
     the number of stop strings.
     """
 
@@ -46,7 +46,7 @@ class StopStringMatcher:
             self._suffix[node] = self._step(self._suffix[parent], char) if parent else 0
             if self._match[node] is None:
                 self._match[node] = self._match[self._suffix[node]]
-            if not self._children[node]:  # a whole stop string and no prefix of a longer one
+            if not self._children[node]:  # a complete stop string that is no prefix of a longer one
                 self._hold[node] = self._hold[self._suffix[node]]
             queue.extend((node, next_char, child) for next_char, child in self._children[node].items())
 
@@ -58,10 +58,10 @@ class StopStringMatcher:
         return self._children[node][char]
 
     def push(self, text: str, ignore_matches: bool = False) -> tuple[str, str | None]:
-        """The text that is safe to show, and the stop string that ended it if there is one; nothing may be pushed after a match.
+        """The text that is safe to show, and the stop string that ended it, if any; nothing may be pushed after a match.
 
-        With `ignore_matches` (before `min_tokens`) a stop string that ends within `text` is text like any other; one that
-        only begins there can still match later.
+        With `ignore_matches` (before `min_tokens`) a stop string that ends within `text` is ordinary text; one that only
+        begins there can still match later.
         """
         if len(self._children) == 1:
             return text, None
@@ -80,6 +80,6 @@ class StopStringMatcher:
         return seen[:num_safe], None
 
     def flush(self) -> str:
-        """What was held back: the text has ended, so it cannot become a stop string any more."""
+        """The text held back. Ends the text, so that it cannot become a stop string any more."""
         held, self._held, self._node = self._held, "", 0
         return held

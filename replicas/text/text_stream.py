@@ -1,4 +1,4 @@
-"""A request's tokens as its client reads them: text up to the stop, and why it ended."""
+"""A request's tokens as its client reads them: text up to the stop, and the finish reason."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from replicas.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """What one progress adds. The last delta of a stream, and only it, has a `finish_reason`."""
+    """The text and tokens that one progress adds. The last delta of a stream, and only it, has a `finish_reason`."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    """The tokens that count, including the one that completed a stop string; those after it are dropped."""
+    """Tokens up to and including the one that completed a stop string; later ones are dropped."""
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string, or the id out of `stop_token_ids`, that ended the text; None for EOS and every other end."""
+    """The stop string, or the id in `stop_token_ids`, that ended the text; None for EOS and every other end."""
 
 
 class TextStream:
-    """Detokenizer and stop strings of one request, fed with what the engine reports.
+    """Detokenizer and stop strings of one request, fed with the engine's progress.
 
-    What is out is a function of the tokens pushed, so a new stream over `output_ids` stands exactly where an earlier one
-    over the same tokens stood. `num_tokens` and `num_chars` count what was given out, replayed tokens included.
+    The text returned is a function of the tokens pushed, so a new stream over `output_ids` is in exactly the state of an
+    earlier one over the same tokens. `num_tokens` and `num_chars` count all tokens and text, replayed ones included.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, output_ids: Sequence[int] = ()) -> None:
@@ -46,8 +46,8 @@ class TextStream:
         self.is_finished = self._match is not None
 
     def push(self, progress: RequestProgress) -> TextDelta:
-        """The delta of one progress. On a stop string its `finish_reason` is STOP while the engine still runs: the caller
-        cancels the request there, and what the engine says afterwards gives empty deltas."""
+        """The delta of one progress. On a stop string its `finish_reason` is STOP while the engine still runs the request: the
+        caller must cancel it there, and later progress gives empty deltas."""
         if self.is_finished:
             return TextDelta()
         token_ids = progress.token_ids
@@ -73,9 +73,9 @@ class TextStream:
         )
 
     def _add(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        """The text that these tokens add, and how many of them count: all, or up to the one that completed a stop string.
+        """The text that these tokens add, and the number of tokens used: all, or up to the one that completed a stop string.
 
-        One by one, so that the outcome does not depend on how many arrive together.
+        Tokens are pushed one by one, so that the result does not depend on how many arrive together.
         """
         texts = []
         for index, token_id in enumerate(token_ids):
@@ -87,12 +87,12 @@ class TextStream:
         return "".join(texts), len(token_ids)
 
     def _end(self) -> str:
-        """What was held back, now that nothing follows. It may still complete a stop string."""
+        """The text held back, at the end of the output. It may still complete a stop string."""
         text, self._match = self._stops.push(self._detokenizer.flush(), self.num_tokens < self._params.min_tokens)
         return text if self._match is not None else text + self._stops.flush()
 
     def _is_hidden_stop(self, progress: RequestProgress) -> bool:
-        """Whether the last token is a stop token that text leaves out: EOS always, others unless asked for."""
+        """Whether the last token is a stop token without text: always for EOS, for others unless `include_stop_str_in_output`."""
         if progress.finish_reason is not FinishReason.STOP or progress.stop_token_id is None:
             return False
         is_eos = progress.stop_token_id in self._tokenizer.eos_token_ids or progress.stop_token_id not in self._params.stop_token_ids

@@ -1,4 +1,4 @@
-"""Which bytes a token stands for, read from a tokenizer's decoder (the format of Hugging Face `tokenizer.json`)."""
+"""The bytes that a token stands for, by the tokenizer's decoder (in the format of Hugging Face `tokenizer.json`)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class DecoderKind(Enum):
-    """How token strings become text, as far as it matters for decoding piece by piece."""
+    """How token strings become text, as far as it matters for incremental decoding."""
 
     BYTE_LEVEL = "byte_level"
     """Every character of a token string is one byte (GPT-2); tokens join as bytes, then decode as UTF-8."""
     BYTE_FALLBACK = "byte_fallback"
-    """Token strings are text; a run of byte tokens decodes as one (all of it, or one U+FFFD per byte)."""
+    """Token strings are text; a run of byte tokens decodes together (valid UTF-8, or one U+FFFD per byte)."""
     PIECES = "pieces"
-    """Token strings are text; what a token adds depends at most on whether it is the first."""
+    """Token strings are text; the text of a token depends at most on whether it is the first."""
     UNKNOWN = "unknown"
     """A tokenizer without a known decoder: characters may span tokens in any way."""
 
 
 def decoder_kind(decoder: Mapping[str, Any] | None) -> DecoderKind:
-    """The kind of a decoder given as in `tokenizer.json` (`None` joins tokens by spaces)."""
+    """The kind of a decoder as in `tokenizer.json` (None joins tokens with spaces)."""
     types = [str(part["type"]) for part in _parts(decoder)]
     if types == ["ByteLevel"]:
         return DecoderKind.BYTE_LEVEL
@@ -68,7 +68,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Bytes of a byte-level token; one with a character outside the alphabet (an added token) is its own UTF-8."""
+    """Bytes of a byte-level token; a token with a character outside the alphabet (an added token) is plain UTF-8."""
     try:
         return bytes([_BYTE_OF_CHAR[char] for char in token])
     except KeyError:

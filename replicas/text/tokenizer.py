@@ -36,7 +36,7 @@ _FIXED_TEMPLATE_ARGUMENTS = frozenset(
 
 
 _USUAL_CHARS = 8
-"""Characters a token; a text below that is tokenized whole, whatever its limit."""
+"""Most characters per token of `limit` at which a text is tokenized whole, without counting piece by piece first."""
 _PIECE_CHARS = 16_384
 
 
@@ -49,18 +49,18 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplateArgumentError(ChatTemplateError):
-    """The template's further arguments cannot be used: reserved names, or values with which the template does not work."""
+    """`chat_template_kwargs` cannot be used: reserved names, or values with which the template fails."""
 
 
 class TextTooLong(ValueError):
-    """The text has far more tokens than allowed. Not raised for one that is only somewhat too long: that is tokenized."""
+    """The text has far more tokens than allowed. Not raised for a text slightly over the limit, which is tokenized."""
 
 
 class Tokenizer:
     """Text to token ids and back.
 
     Hugging Face fast tokenizers fail with "Already borrowed" when one thread sets truncation while another encodes
-    (transformers#47085). So a fast one is called below the layer that sets it; a slow one is behind a lock.
+    (transformers#47085). So a fast tokenizer is called below the layer that sets truncation; a slow one is behind a lock.
     """
 
     def __init__(self, hf: Any, eos_token_ids: frozenset[int] = frozenset()) -> None:
@@ -84,7 +84,7 @@ class Tokenizer:
         """One more than the largest token id; a model may have more rows than that (padding)."""
         self._space_markers = space_markers(decoder)
         self.special_token_ids = frozenset(special)
-        """Tokens that `skip_special_tokens` leaves out."""
+        """Tokens without text under `skip_special_tokens`."""
         own_eos = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.eos_token_ids = eos_token_ids | frozenset(own_eos)
 
@@ -92,7 +92,7 @@ class Tokenizer:
     def load(cls, model_dir_or_id: str | Path, trust_remote_code: bool = False) -> Tokenizer:
         """Reads the tokenizer of a folder or a Hugging Face id; EOS ids come from it and from generation_config.json.
 
-        Imports transformers here, on first use: it takes seconds, and imports torch where torch is installed.
+        Imports transformers on first use, which takes seconds and imports torch if torch is installed.
         """
         from transformers import AutoTokenizer
 
@@ -111,9 +111,9 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
-        """Token ids of `text`; `ValueError` when it holds lone surrogates, which no UTF-8 can express.
+        """Token ids of `text`. Raises ValueError for lone surrogates, which UTF-8 cannot express.
 
-        Raises TextTooLong when the text is far over `limit` tokens, after looking at as much of it as that takes.
+        Raises TextTooLong if the text is far over `limit` tokens, without tokenizing all of it.
         """
         try:
             text.encode()
@@ -122,14 +122,14 @@ class Tokenizer:
         if limit is not None and len(text) > _USUAL_CHARS * limit and self._is_far_over(text, limit):
             raise TextTooLong(f"the text has more than {limit} tokens")
         if self._backend is not None:
-            # `encode` holds the interpreter lock to its end, seconds for a long prompt; the batch calls let other threads run.
+            # `encode` holds the GIL until it ends, seconds for a long prompt; the batch calls release it.
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return ids
         with self._lock:
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
     def _is_far_over(self, text: str, limit: int) -> bool:
-        """Counts piece by piece. A cut changes the tokens around it only, so an eighth more than `limit` leaves no doubt."""
+        """Counts tokens piece by piece. A cut changes only the tokens around it, so a count over `limit` by an eighth is certain."""
         num_left = limit + limit // 8 + 64
         for start in range(0, len(text), _PIECE_CHARS):
             num_left -= len(self.encode(text[start : start + _PIECE_CHARS], add_special_tokens=False))
@@ -138,10 +138,10 @@ class Tokenizer:
         return False
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`. Ids that no token has (padding rows of the model) add nothing.
+        """Text of `token_ids`. Ids without a token (padding rows of the model) add nothing.
 
-        This is the tokenizer's own decoder; transformers' `clean_up_tokenization_spaces`, which rewrites text around
-        punctuation, is not applied.
+        Uses the tokenizer's own decoder, without transformers' `clean_up_tokenization_spaces`, which rewrites text around
+        punctuation.
         """
         ids = list(token_ids)
         if self._backend is not None:
@@ -162,8 +162,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation under the model's chat template.
 
-        `template_kwargs` reach the template as variables (`tools`, `enable_thinking`). Raises `ChatTemplateError` with
-        the template's own message when it refuses the messages, and TextTooLong as `encode` does.
+        `template_kwargs` reach the template as variables (`tools`, `enable_thinking`). Raises ChatTemplateError with the
+        template's own message if it rejects the messages, and TextTooLong like `encode`.
         """
         return self.encode(
             self.chat_prompt(
@@ -207,7 +207,7 @@ class Tokenizer:
                         **variables,
                     )
                 )
-        # What a template does with unexpected values is Python's: adding None to a string, indexing a missing key.
+        # A template fails on unexpected values with Python's errors: adding None to a string, indexing a missing key.
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             if type(error) is TemplateError:  # `raise_exception`, in the template's own words
                 raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
@@ -222,7 +222,7 @@ class Tokenizer:
             raise ChatTemplateError("the chat template cannot render these messages: check their roles, order and content") from error
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own string for a token, None for an id that has none."""
+        """The vocabulary's string for a token; None for an id without a token."""
         if self._backend is not None:
             found: str | None = self._backend.id_to_token(token_id)
             return found
@@ -232,8 +232,8 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for in the middle of a text (the `bytes` of a logprob); may be part of a character.
 
-        Special tokens give their own text. For vocabularies whose tokens depend on their neighbours (WordPiece) it is
-        the token alone.
+        Special tokens give their own text. In vocabularies whose tokens depend on their neighbours (WordPiece) the token is
+        decoded alone.
         """
         token = self.token(token_id)
         if token is None:
@@ -251,12 +251,12 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, with U+FFFD for what is not whole UTF-8."""
+        """`token_bytes` as text, with U+FFFD for incomplete UTF-8."""
         return self.token_bytes(token_id).decode(errors="replace")
 
 
 def _generation_eos(name: str) -> frozenset[int]:
-    """EOS ids of generation_config.json, which lists more than the tokenizer for many chat models (end of turn)."""
+    """EOS ids of generation_config.json, which for many chat models lists more than the tokenizer (end of turn)."""
     from transformers import GenerationConfig
 
     try:

@@ -16,7 +16,7 @@ from torch.nn import Linear
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
-from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.linear.division import Indivisible, LinearPart, ParameterSlice, divide, unit
 from replicas.linear.formats import FORMATS
@@ -211,9 +211,9 @@ def test_word_codes_at_two_ranks_equal_the_floats_they_stand_for(
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "words"}}))
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    engine = Engine.load(
+    engine = load_engine(
         EngineConfig(model=str(tmp_path), dtype="float32", kv_cache_bytes=1 << 20, num_threads=1, tensor_parallel_size=2),
-        ThreadLauncher(),
+        launcher=ThreadLauncher(),
     )
     try:
         assert engine.description.runner == "native"

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from replicas.engine.engine import Engine
+from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig, ParallelConfig
 from replicas.linear.formats import FORMATS
 from replicas.linear.method import Axis, LinearMethod, StoredTensor
@@ -120,7 +121,9 @@ def _load(folder: Path, size: int = 1, launcher: ThreadLauncher | None = None, *
         "dtype": "float32", "kv_cache_bytes": 1 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 13, "num_threads": 1,
         "parallel": ParallelConfig(rank_deadline_s=60.0),
     }  # fmt: skip
-    return Engine.load(EngineConfig(model=str(folder), tensor_parallel_size=size, **{**defaults, **settings}), launcher or ThreadLauncher())
+    return load_engine(
+        EngineConfig(model=str(folder), tensor_parallel_size=size, **{**defaults, **settings}), launcher=launcher or ThreadLauncher()
+    )
 
 
 def _answers(folder: Path, size: int, **settings: Any) -> tuple[str, list[Any]]:
