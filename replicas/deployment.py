@@ -145,7 +145,7 @@ class ReplicaDeployment:
                 yield progress
 
     async def stats(self) -> ReplicaStats:
-        """Load and counters as of the last step, as in the next report."""
+        """Load and counters as of the end of the last step."""
         return self._engine.stats()
 
     async def cancel(self, request_id: str) -> int:

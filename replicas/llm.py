@@ -104,7 +104,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or many, under the model's chat template. Otherwise as `generate`."""
+        """Answers to one conversation or many, under the model's chat template. Otherwise like `generate`."""
         conversations = _as_conversations(messages)
         texts: list[str | None] = []
         ids: list[list[int]] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """Does not change while the replicas of one deployment live."""
+    """Constant while the replicas of one deployment live."""
 
     max_model_len: int
     """Most tokens of prompt plus output."""

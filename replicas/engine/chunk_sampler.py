@@ -21,7 +21,7 @@ class DrawnTokens:
     logprobs: list[list[TokenLogprob]]
     """One per token, or empty if not requested."""
     errors: dict[int, str] = field(default_factory=dict)
-    """index of the chunk -> why no token could be drawn."""
+    """index among these chunks -> why no token could be drawn."""
 
 
 class ChunkSampler:

@@ -20,7 +20,7 @@ MAX_REPORTS_PER_S = 300.0
 """Limit for all replicas together, so that the router's core stays free for decisions."""
 MIN_INTERVAL_S = 0.05
 IDLE_INTERVAL_S = 0.5
-"""Heartbeat: between reports of a replica that is idle or in a long step."""
+"""Heartbeat interval of a replica that is idle or in a long step."""
 
 
 def report_interval_s(num_replicas: int) -> float:

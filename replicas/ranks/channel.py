@@ -35,7 +35,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAddress:
-    """Where a new rank finds rank 0, and the rank's own number."""
+    """The address of rank 0 for a new rank, and that rank's number."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""Starts the processes of the ranks above 0, here on this machine; `replicas.serve.rank_launcher` uses Ray. Free of torch."""
+"""Starts the ranks above 0 as processes on this machine; `replicas.serve.rank_launcher` starts Ray actors. Free of torch."""
 
 from __future__ import annotations
 

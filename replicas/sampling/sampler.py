@@ -281,8 +281,8 @@ def _keep_top_k(work_SV: Tensor, top_k: list[int]) -> None:
 
 
 def _top_p_thresholds(probs_SV: Tensor, top_p: list[float]) -> Tensor | None:
-    """The smallest probability that each row keeps [S] (0 keeps all); None if no row filters. Kept is the smallest set of most
-    probable tokens with at least top_p of the mass (Holtzman et al., arXiv 1904.09751)."""
+    """The smallest probability that each row keeps [S] (0 keeps all); None if no row filters. A row keeps the smallest set of
+    most probable tokens with at least top_p of the mass (Holtzman et al., arXiv 1904.09751)."""
     rows = [row for row, p in enumerate(top_p) if p < 1]
     if not rows:
         return None

@@ -90,8 +90,8 @@ class BlockTables:
         state.block_ids = []
 
     def check(self, states: Sequence[RequestState], other_tables: Sequence[Sequence[int]]) -> None:
-        """Raises AssertionError unless the pool's reference counts equal the blocks of these requests and `other_tables`, and no
-        request has a block more than its tokens need."""
+        """Raises AssertionError unless the pool's reference counts match the tables of these requests and `other_tables`, every
+        computed token has a slot, and no request has more blocks than its tokens need."""
         self.pool.check()
         self.pool.check_holders([*(state.block_ids for state in states), *other_tables])
         size = self.pool.block_size

@@ -208,7 +208,7 @@ class Scheduler:
         return progress
 
     def fail_step(self, plan: StepPlan, error: str) -> list[RequestProgress]:
-        """Fails the requests of a step that did not run, and forgets the blocks that its plan published."""
+        """Fails the requests of a step that raised an error, and forgets the blocks that its plan published."""
         progress, self._ended = self._ended, []
         self.pool.forget(plan.published)
         for chunk in plan.chunks:
