@@ -74,8 +74,8 @@ def joined_bias(modules: Sequence[Module]) -> Tensor | None:
     biases: list[Tensor | None] = [getattr(module, "bias", None) for module in modules]
     if all(bias is None for bias in biases):
         return None
-    sizes = [features(module)[0] for module in modules]
-    return torch.cat([torch.zeros(size) if bias is None else bias.detach().float() for bias, size in zip(biases, sizes, strict=True)])
+    zeros = [torch.zeros(features(module)[0], dtype=torch.float32) for module in modules]
+    return torch.cat([zero if bias is None else bias.detach().float() for zero, bias in zip(zeros, biases, strict=True)])
 
 
 def free(module: Module) -> None:

@@ -147,7 +147,7 @@ class NativeDecoder:
         self._memory = HugePageMemory()
         self._dtype, self._quantization, self._cache = model.dtype, quantization, cache
         self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = model.model.rotary_emb
-        self._cos_PD = self._sin_PD = torch.empty(0)
+        self._cos_PD = self._sin_PD = _floats(0, 0)
         call = calls[0]
         embedding = model.model.embed_tokens.weight.detach()
         self._keep.append(embedding)
@@ -191,13 +191,13 @@ class NativeDecoder:
         buffers = {
             "cos": self._cos_PD,
             "sin": self._sin_PD,
-            "hidden": torch.empty(num_tokens, hidden_size),
-            "delta": torch.empty(num_tokens, padded(hidden_size)),
-            "normed": torch.empty(num_tokens, hidden_size),
-            "wide": torch.empty(num_tokens, self._max_wide),
-            "narrow": torch.empty(num_tokens, self._max_narrow),
-            "prepared": torch.empty(num_tokens, self._max_prepared),
-            "logits": torch.empty(num_rows, padded(self._vocab_size)),
+            "hidden": _floats(num_tokens, hidden_size),
+            "delta": _floats(num_tokens, padded(hidden_size)),
+            "normed": _floats(num_tokens, hidden_size),
+            "wide": _floats(num_tokens, self._max_wide),
+            "narrow": _floats(num_tokens, self._max_narrow),
+            "prepared": _floats(num_tokens, self._max_prepared),
+            "logits": _floats(num_rows, padded(self._vocab_size)),
             "token_ids": step.token_ids_T,
             "positions": step.positions_T,
             "slots": step.slots_T,
@@ -224,7 +224,7 @@ class NativeDecoder:
         """Cosines and sines of at least so many positions P; a table, as they are the same in every step."""
         if num_positions > self._cos_PD.shape[0]:
             positions_1P = torch.arange(2 * num_positions)[None]
-            cos_1PD, sin_1PD = self._rotary(torch.empty(0), positions_1P)
+            cos_1PD, sin_1PD = self._rotary(_floats(0, 0), positions_1P)
             self._cos_PD, self._sin_PD = cos_1PD[0].contiguous(), sin_1PD[0].contiguous()
 
     def _run(self, step: _Step) -> None:
@@ -347,6 +347,11 @@ def _why_not_layers(calls: Mapping[int, LayerCall]) -> str | None:
     if any(call.softcap is not None for call in calls.values()):
         return "it caps attention scores"
     return "its keys and values differ in size" if calls[0].k_dim != calls[0].v_dim else None
+
+
+def _floats(num_rows: int, width: int) -> torch.Tensor:
+    """Uninitialized float32, whatever torch's default dtype is: the kernels write floats."""
+    return torch.empty(num_rows, width, dtype=torch.float32)
 
 
 def _floats_at(address: int, num_rows: int, width: int) -> torch.Tensor:

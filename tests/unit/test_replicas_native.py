@@ -152,6 +152,26 @@ def test_segmented_twin_gives_the_same_bits_and_its_seams_see_every_delta(
     assert not torch.equal(zeroed.forward(step).logits_NV, twin.forward(step).logits_NV)
 
 
+def test_decoder_takes_the_weights_of_linears_and_leaves_the_table(library: ctypes.CDLL) -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": True})).eval()
+    calls = probe_layers(model)
+    kv = KVTensors(kv_groups(calls), layout=LAYOUT, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
+    NativeDecoder(library, model, calls, kv)
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert len(linears) == 7 * CONFIG.num_hidden_layers + 1
+    assert all(linear.weight is None for linear in linears), "memory would be held twice"
+    assert model.model.embed_tokens.weight.shape == (CONFIG.vocab_size, CONFIG.hidden_size)
+
+
+def test_decoder_under_another_default_dtype_of_torch_gives_the_same_bits(library: ctypes.CDLL, request: pytest.FixtureRequest) -> None:
+    step = _step([(_sequence(20, 0), 0, 20)])
+    expected = _decoder(NativeDecoder, library, torch.float32).forward(step)
+    decoder = _decoder(NativeDecoder, library, torch.float32)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.float64)  # a narrower one would let the kernels write past the end of what they got
+    assert torch.equal(decoder.forward(step), expected)
+
+
 def test_decoder_in_bfloat16_is_nearer_to_float32_than_transformers_in_bfloat16(library: ctypes.CDLL) -> None:
     sequence = _sequence(30, 5)
     torch.manual_seed(1)
