@@ -188,12 +188,12 @@ def test_native_bfloat16_is_the_same_alone_or_batched_whole_or_chunked_hot_or_pr
 ) -> None:
     engine = _load(default_model_dir, dtype="bfloat16", runner="native")
     engine = _rescheduled(engine, budget=2048, caching=False)
-    short = [prompts[index] for index in _shortest(prompts)]
-    alone = [run(engine, requests_for([prompt], GREEDY))[0].token_ids for prompt in short[::4]]
-    engine = _rescheduled(engine, budget=37, caching=True, num_blocks=TIGHT_BLOCKS)
+    short = [prompts[index] for index in _shortest(prompts)[:8]]
+    alone = [run(engine, requests_for([prompt], GREEDY))[0].token_ids for prompt in short[::3]]
+    engine = _rescheduled(engine, budget=37, caching=True, num_blocks=24)
     for state in ("cold", "hot"):
         results = run(engine, requests_for(short, GREEDY, prefix=state))
-        assert [r.token_ids for r in results[::4]] == alone
+        assert [r.token_ids for r in results[::3]] == alone
     assert engine.stats().num_preemptions > 0
 
 
@@ -203,7 +203,7 @@ def test_bfloat16_tokens_are_within_half_a_nat_of_the_best(
 ) -> None:
     engine = _load(default_model_dir, dtype="bfloat16", runner=runner)
     params = replace(GREEDY, max_tokens=24)
-    chosen = prompts[::5] if runner == "native" else [prompts[index] for index in _shortest(prompts)[:2]]  # torch emulates bfloat16
+    chosen = prompts[::5] if runner == "native" else [prompts[index] for index in _shortest(prompts)[:1]]  # torch emulates bfloat16
     for prompt, result in zip(chosen, run(engine, requests_for(chosen, params)), strict=True):
         with torch.inference_mode():
             logprobs_TV = model(torch.tensor([prompt + result.token_ids])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
