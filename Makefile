@@ -3,7 +3,7 @@
 # make test       every test that a CPU can run
 # make check      lint and types
 # make bench      the engine's benchmarks, written to tests/bench/results
-# make simulate   a short comparison of all routing policies on a trace (TRACE=file), picture in build/
+# make simulate   a short comparison of all routing policies on a made trace (TRACE=file: on that one), picture in build/
 # make chaos      kills, hangs and redeploys a cluster of a small model while it streams (ROUNDS=10), report in build/chaos
 # make soak       MINUTES=30 of mixed load: does memory grow, is a KV block lost?
 # make clean      removes caches and local state (not the environment)
@@ -17,7 +17,9 @@ PY := .venv/bin/python
 # Every package is checked strictly (pyproject.toml).
 MYPY_TARGETS := kvcache router cluster replicas
 
-TRACE ?= ../shared/data/traces/mooncake_synthetic_trace.jsonl
+# Made with the statistics of Mooncake's synthetic trace unless TRACE names a file.
+MADE_TRACE := build/synthetic.jsonl
+TRACE ?= $(MADE_TRACE)
 
 .PHONY: serve stop test unit check bench simulate chaos soak clean environment dev-environment
 
@@ -46,6 +48,7 @@ check: dev-environment
 
 simulate: dev-environment
 	@mkdir -p build
+	$(if $(filter $(MADE_TRACE),$(TRACE)),$(PY) -m router.simulator.synthesize --kind synthetic --requests 600 --output $(TRACE))
 	$(PY) -m router.simulator --trace $(TRACE) --limit 600 --blocks-per-replica 5000 --compare --picture build/simulate.png
 
 bench: dev-environment

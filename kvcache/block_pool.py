@@ -27,8 +27,9 @@ class _Block:
 class PoolStatistics:
     num_blocks: int
     num_free: int
+    """Not held; some of them may be findable."""
     num_cached: int
-    num_evictions: int
+    """Findable, held or free."""
 
 
 class BlockPool:
@@ -51,16 +52,13 @@ class BlockPool:
         self._num_evictable = 0
         self._by_key: dict[BlockKey, int] = {}  # key -> block_id
         self._tick = 0
-        self._num_evictions = 0
 
     @property
     def num_free(self) -> int:
         return len(self._blank) + self._num_evictable
 
     def statistics(self) -> PoolStatistics:
-        return PoolStatistics(
-            num_blocks=self.num_blocks, num_free=self.num_free, num_cached=len(self._by_key), num_evictions=self._num_evictions
-        )
+        return PoolStatistics(num_blocks=self.num_blocks, num_free=self.num_free, num_cached=len(self._by_key))
 
     def try_allocate(self, num_blocks: int) -> list[int] | None:
         """Blocks held once each, their old content forgotten; None, and nothing changed, when too few are free."""
@@ -118,10 +116,6 @@ class BlockPool:
                     self._blank.append(block_id)
                 self._drop_key(block)
 
-    def forget_free(self) -> None:
-        """Drops every cached block that nobody holds."""
-        self.forget([block_id for blocks in self._evictable.values() for block_id in blocks])
-
     def stored_blocks(self) -> tuple[BlockStored, ...]:
         """Every findable block, parents before children where both are there: the full state for a resync."""
         order: list[BlockStored] = []
@@ -170,7 +164,6 @@ class BlockPool:
             block_id = self._oldest_evictable()
             self._leave_evictable(block_id)
             self._drop_key(self._blocks[block_id])
-            self._num_evictions += 1
         self._blocks[block_id].ref_count = 1
         return block_id
 

@@ -54,7 +54,8 @@ class KVEventLog:
         self._next += 1
 
     def since(self, number: int) -> tuple[KVEvent, ...] | None:
-        """Events `number` and later, oldest first; None when some of them are gone (the reader must resync)."""
+        """Events `number` and later, oldest first; None, so that the reader must resync, when some of them are gone or `number` is
+        beyond the next one."""
         first = self._next - len(self._events)
         if number < first or number > self._next:
             return None

@@ -74,7 +74,7 @@ class Transfers(ABC):
 
 
 def _closed_everywhere(_: TransferRef) -> bool:
-    """Of a replica with one rank."""
+    """A replica of one rank has no other that could touch a block."""
     return True
 
 
@@ -239,11 +239,6 @@ class KVOwnership(Transfers):
         if self._leased[block_id]:
             return BlockState.LEASED
         return BlockState.HELD if self.pool.ref_count(block_id) else BlockState.FREE
-
-    def count(self, direction: Direction) -> int:
-        """Blocks in transfers of one direction, a shared one counted each time."""
-        with self._lock:
-            return sum(len(t.block_ids) for t in self._transfers.values() if t.direction is direction)
 
     def refs(self) -> list[TransferRef]:
         with self._lock:

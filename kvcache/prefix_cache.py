@@ -29,10 +29,6 @@ class BlockKeyChain:
         """Key of the block before `index`, known once `key(index - 1)` was asked for."""
         return self._keys[index - 1] if index else self._root
 
-    def truncate(self, num_tokens: int) -> None:
-        """Forgets keys of blocks that are no longer full when the sequence is cut back."""
-        del self._keys[num_tokens // self._block_size :]
-
 
 class PrefixCache:
     """Reads and writes the pool's prefix keys for whole sequences. With `enabled=False` nothing is found or published."""

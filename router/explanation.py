@@ -1,12 +1,13 @@
-"""A routing answer as plain JSON values, for people."""
+"""A routing answer as plain JSON values, for people. The router's README says what the terms mean."""
 
 from __future__ import annotations
 
-from router.snapshot import Decision, Rejection
+from router.snapshot import CandidateLoad, CandidateScore, Decision, Rejection
 
 
 def explanation(answer: Decision | Rejection) -> dict[str, object]:
-    """Every candidate with the terms (seconds) of its cost, the cheapest first; or why the request was not admitted."""
+    """Every candidate, the best first: with the terms (seconds) of its cost, or with the load that the policy saw. Or why the
+    request was not admitted."""
     if isinstance(answer, Rejection):
         return {
             "request_id": answer.request_id,
@@ -19,15 +20,27 @@ def explanation(answer: Decision | Rejection) -> dict[str, object]:
         "replica": answer.replica_id,
         "role": answer.replica_role,
         "prefill_replica": answer.prefill_replica_id,
-        "predicted_ttft_s": None if answer.predicted_ttft_s is None else round(answer.predicted_ttft_s, 4),
+        "predicted_ttft_s": None if answer.predicted_ttft_s is None else _rounded(answer.predicted_ttft_s),
         "num_cached_tokens": answer.num_cached_tokens,
-        "candidates": [
-            {
-                "replica": score.replica_id,
-                "prefill_replica": score.prefill_replica_id,
-                "cost_s": round(score.cost, 4),
-                "terms": {name: round(value, 4) for name, value in score.terms},
-            }
-            for score in sorted(answer.candidates, key=lambda score: score.cost)
-        ],
+        "candidates": [_candidate(candidate) for candidate in sorted(answer.candidates, key=_order)],
     }
+
+
+def _order(candidate: CandidateScore | CandidateLoad) -> float:
+    return candidate.num_requests if isinstance(candidate, CandidateLoad) else candidate.cost_s
+
+
+def _candidate(candidate: CandidateScore | CandidateLoad) -> dict[str, object]:
+    if isinstance(candidate, CandidateLoad):
+        return {"replica": candidate.replica_id, "num_requests": candidate.num_requests, "num_tokens": candidate.num_tokens}
+    return {
+        "replica": candidate.replica_id,
+        "prefill_replica": candidate.prefill_replica_id,
+        "cost_s": _rounded(candidate.cost_s),
+        "terms": {name: _rounded(seconds) for name, seconds in candidate.terms},
+    }
+
+
+def _rounded(seconds: float) -> float:
+    """To a tenth of a millisecond, and never -0.0."""
+    return round(seconds, 4) + 0.0

@@ -102,13 +102,13 @@ class ClusterSnapshot:
 
 
 class CandidateScore(NamedTuple):
-    """One candidate's cost and the named terms (seconds) it is the sum of; the lowest cost is chosen.
+    """One candidate's predicted cost and the named terms it is the sum of, all in seconds; the lowest cost is chosen.
 
     Names and seconds stand apart, because thousands of these are kept to explain decisions, and all share a few tuples of names.
     """
 
     replica_id: str
-    cost: float
+    cost_s: float
     names: tuple[str, ...] = ()
     seconds: tuple[float, ...] = ()
     prefill_replica_id: str | None = None
@@ -117,6 +117,16 @@ class CandidateScore(NamedTuple):
     @property
     def terms(self) -> tuple[tuple[str, float], ...]:
         return tuple(zip(self.names, self.seconds, strict=True))
+
+
+class CandidateLoad(NamedTuple):
+    """One candidate as a policy that predicts no times saw it."""
+
+    replica_id: str
+    num_requests: int
+    """In the replica or on their way to it."""
+    num_tokens: int
+    """In its KV, waiting to be computed, or on their way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +142,7 @@ class Decision:
     predicted_ttft_s: float | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that were known to be cached on the replica that computes the prompt."""
-    candidates: tuple[CandidateScore, ...] = ()
+    candidates: tuple[CandidateScore | CandidateLoad, ...] = ()
 
 
 RejectionKind = Literal["queue_full", "tenant_limit", "predicted_wait", "no_replica"]

@@ -1,29 +1,47 @@
-"""Prompts of several languages and code from the shared data, as chat messages or plain text."""
+"""Prompts of several languages and code, as plain text or as chat messages of a model."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 from replicas.text.tokenizer import Tokenizer
-from tests.data_paths import SHARED_DATA
+from tests.data_paths import OWN_DATA
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    with (SHARED_DATA / "prompts" / name).open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+@cache
+def _rows(name: str) -> tuple[dict[str, Any], ...]:
+    with (OWN_DATA / name).open(encoding="utf-8") as file:
+        return tuple(json.loads(line) for line in file)
+
+
+def conversations() -> list[tuple[str, str]]:
+    """A user's first and second question."""
+    return [tuple(row["turns"]) for row in _rows("conversations.jsonl")]
+
+
+def reading_tasks(*languages: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Texts, and questions about each; of all languages when none is named."""
+    rows = _rows("reading.jsonl")
+    return [(row["context"], tuple(row["questions"])) for row in rows if not languages or row["lang"] in languages]
 
 
 def mixed_texts(num_each: int = 5) -> list[str]:
-    """`num_each` of English questions, Chinese and Russian reading tasks, and code."""
-    xquad = _rows("xquad_shared_prefix.jsonl")
-    texts = [row["turns"][0] for row in _rows("mt_bench_question.jsonl")[: 16 * num_each : 16]]
-    for lang in ("zh", "ru"):
-        rows = [row for row in xquad if row["lang"] == lang][:num_each]
-        texts += [f"{row['context'][:240]}\n{row['questions'][0]['question']}" for row in rows]
-    return texts + [row["prompt"][:400] for row in _rows("humaneval_prompts.jsonl")[:num_each]]
+    """`num_each` (at most 14) of English questions, Chinese and Russian reading tasks, and code."""
+    groups = [[first for first, _ in conversations()]]
+    groups += [[f"{context}\n{questions[0]}" for context, questions in reading_tasks(lang)] for lang in ("zh", "ru")]
+    groups.append([row["prompt"] for row in _rows("code.jsonl")])
+    assert all(len(group) >= num_each for group in groups), "there are fewer prompts than were asked for"
+    return [text for group in groups for text in group[:num_each]]
 
 
 def mixed_prompts(tokenizer: Tokenizer, num_each: int = 5) -> list[list[int]]:
     """`mixed_texts` as chat prompts of the model."""
     return [tokenizer.chat_prompt_ids([{"role": "user", "content": text}]) for text in mixed_texts(num_each)]
+
+
+@cache
+def tricky_strings() -> tuple[str, ...]:
+    """Strings that text handling gets wrong; the first one is empty."""
+    return tuple(json.loads((OWN_DATA / "tricky_strings.json").read_text(encoding="utf-8")))

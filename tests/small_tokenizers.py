@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -10,16 +9,11 @@ from tokenizers import Tokenizer as Backend
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from replicas.text.tokenizer import Tokenizer
-from tests.data_paths import SHARED_DATA
+from tests.prompts import tricky_strings
 
 FAMILIES = ("byte_level", "byte_fallback", "metaspace", "wordpiece", "bpe_suffix", "no_decoder", "slow_bytes")
 
 _PIECES = ["▁", "▁▁", "▁the", "▁a", "a", "b", "é", "▁中", "文", "ة", "ि", "\u0301", "🙂", "\ufffd", "\n", "ing", ".", "</s>x"]
-
-
-@cache
-def naughty_strings() -> tuple[str, ...]:
-    return tuple(json.loads((SHARED_DATA / "prompts" / "blns.json").read_text()))
 
 
 @cache
@@ -39,7 +33,7 @@ def _backend(family: str) -> Backend:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-        backend.train_from_iterator(naughty_strings(), trainer)
+        backend.train_from_iterator(tricky_strings(), trainer)
         return backend
     if family == "byte_fallback":  # as Llama 2
         vocab = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256)), *((piece, -3.0) for piece in _PIECES)]

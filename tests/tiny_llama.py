@@ -1,14 +1,13 @@
-"""A random llama of a few thousand weights whose vocabulary is bytes, and prompts for it from the shared data."""
+"""A random llama of a few thousand weights whose vocabulary is bytes, and prompts for it."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.data_paths import SHARED_DATA
+from tests.prompts import reading_tasks
 
 FIRST_BYTE = 3  # after the special tokens
 VOCAB_SIZE = FIRST_BYTE + 256
@@ -29,12 +28,11 @@ def save_tiny_llama(folder: Path) -> Path:
 
 
 def shared_prompts(num_prompts: int, max_tokens: int = 100) -> list[list[int]]:
-    """The beginnings of so many reading tasks, of which several share a context, in eleven languages."""
-    with (SHARED_DATA / "prompts" / "xquad_shared_prefix.jsonl").open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    step = max(1, len(rows) // ((num_prompts + 1) // 2))
-    texts = [f"{row['context'][:60]} {question}" for row in rows[::step] for question in row["questions"][:2]]
-    assert len(texts) >= num_prompts, "the shared data holds fewer prompts than were asked for"
+    """The beginnings of so many reading tasks, two of each text, in twelve languages when there are enough."""
+    tasks = reading_tasks()
+    step = max(1, len(tasks) // ((num_prompts + 1) // 2))
+    texts = [f"{context[:60]} {question}" for context, questions in tasks[::step] for question in questions]
+    assert len(texts) >= num_prompts, "there are fewer prompts than were asked for"
     return [[FIRST_BYTE + byte for byte in text.encode()[:max_tokens]] for text in texts[:num_prompts]]
 
 

@@ -117,7 +117,7 @@ class PlanCosts:
         slowdown_s = terms.pop("slowdown")  # nothing decodes beside it
         terms.pop("decode")
         computed_s = terms["prefill"] + terms["pending"]
-        return _Prefill(replica, score.cost - slowdown_s, terms, computed_s, terms["wait"] + computed_s)
+        return _Prefill(replica, score.cost_s - slowdown_s, terms, computed_s, terms["wait"] + computed_s)
 
     def _decode(self, request: RoutingRequest, replica: ReplicaSnapshot) -> _Decode:
         costs, stats = self._costs, replica.stats

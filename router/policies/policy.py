@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from router.snapshot import CandidateScore, ClusterSnapshot, Decision, ReplicaSnapshot, RoutingRequest
+from router.snapshot import CandidateLoad, ClusterSnapshot, Decision, ReplicaSnapshot, RoutingRequest
 
 
 class Policy(Protocol):
@@ -185,12 +185,7 @@ def _decision(request: RoutingRequest, chosen: ReplicaSnapshot, snapshot: Cluste
         predicted_ttft_s=predicted_ttft_s,
         num_cached_tokens=num_cached_tokens,
         candidates=tuple(
-            CandidateScore(
-                replica_id=replica.replica_id,
-                cost=float(num_requests(replica)),
-                names=("requests", "tokens"),
-                seconds=(float(num_requests(replica)), float(num_tokens(replica))),
-            )
+            CandidateLoad(replica_id=replica.replica_id, num_requests=num_requests(replica), num_tokens=num_tokens(replica))
             for replica in shown
         ),
     )

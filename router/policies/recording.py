@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from router.policies.policy import Policy
-from router.snapshot import CandidateScore, ClusterSnapshot, Decision, ReplicaLoad, ReplicaSnapshot, RoutingRequest
+from router.snapshot import CandidateLoad, CandidateScore, ClusterSnapshot, Decision, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
 DecisionSink = Callable[[RoutingRequest, ClusterSnapshot, int, Decision], None]
 
@@ -70,10 +70,12 @@ def _replica_fields(replica: ReplicaSnapshot) -> dict[str, Any]:
     return replica._asdict() | {"stats": replica.stats._asdict()}
 
 
-def _candidate_fields(candidate: CandidateScore) -> dict[str, Any]:
+def _candidate_fields(candidate: CandidateScore | CandidateLoad) -> dict[str, Any]:
+    if isinstance(candidate, CandidateLoad):
+        return candidate._asdict()
     return {
         "replica_id": candidate.replica_id,
-        "cost": candidate.cost,
+        "cost_s": candidate.cost_s,
         "terms": candidate.terms,
         "prefill_replica_id": candidate.prefill_replica_id,
     }
@@ -88,17 +90,20 @@ def _load(stats: dict[str, Any]) -> ReplicaLoad:
     return ReplicaLoad(**{name: stats[name] for name in ReplicaLoad._fields})
 
 
+def _candidate(fields: dict[str, Any]) -> CandidateScore | CandidateLoad:
+    if "cost_s" not in fields:
+        return CandidateLoad(**fields)
+    terms = dict(fields.pop("terms"))
+    return CandidateScore(**fields, names=tuple(terms), seconds=tuple(terms.values()))
+
+
 def _record(fields: dict[str, Any]) -> DecisionRecord:
     request = fields["request"]
     request["block_keys"] = tuple(map(bytes.fromhex, request["block_keys"]))
     request["excluded_replicas"] = frozenset(request["excluded_replicas"])
     snapshot = fields["snapshot"]
     decision = fields["decision"]
-    candidates = []
-    for candidate in decision["candidates"]:
-        terms = dict(candidate.pop("terms"))
-        candidates.append(CandidateScore(**candidate, names=tuple(terms), seconds=tuple(terms.values())))
-    decision["candidates"] = tuple(candidates)
+    decision["candidates"] = tuple(map(_candidate, decision["candidates"]))
     return DecisionRecord(
         request=RoutingRequest(**request),
         snapshot=ClusterSnapshot(

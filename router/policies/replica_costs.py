@@ -115,7 +115,7 @@ class ReplicaCosts:
         wait_s = self.wait_s(request, replica, num_uncached, num_outputs)
         prefill_s = num_uncached / rate
         pending_weight = weights.pending
-        pending_s = -pending_weight * num_pending / rate
+        pending_s = -pending_weight * num_pending / rate if num_pending else 0.0
         computed_s = prefill_s + pending_s
         # blocks that are neither held nor worth keeping are taken first; what is beyond them evicts
         num_blank_blocks = num_blocks - num_findable_blocks

@@ -41,8 +41,8 @@ class ScoringPolicy:
         costs, replicas = self._costs, snapshot.replicas
         prices, num_outputs, due_s = costs.prices(replicas), costs.num_outputs(request), costs.due_s(request)
         scores = [costs.score(request, replica, snapshot.now_s, num_outputs, prices, due_s) for replica in replicas]
-        limit = min([score.cost for score in scores]) + self._tie_s
-        tied = [index for index, score in enumerate(scores) if score.cost <= limit]
+        limit = min([score.cost_s for score in scores]) + self._tie_s
+        tied = [index for index, score in enumerate(scores) if score.cost_s <= limit]
         best = tied[0]
         if len(tied) > 1:
             key = prefix_key(request, replicas)
@@ -59,8 +59,8 @@ class ScoringPolicy:
 
     def _choose_plan(self, request: RoutingRequest, snapshot: ClusterSnapshot) -> Decision:
         plans = self._plans.plans(request, snapshot)
-        limit = min([plan.score.cost for plan in plans]) + self._tie_s
-        tied = [plan for plan in plans if plan.score.cost <= limit]
+        limit = min([plan.score.cost_s for plan in plans]) + self._tie_s
+        tied = [plan for plan in plans if plan.score.cost_s <= limit]
         key = prefix_key(request, (*snapshot.replicas, *snapshot.prefill)) if len(tied) > 1 else b""
         chosen = max(tied, key=lambda plan: rendezvous_weight(key, plan.name)) if key else tied[0]
         return Decision(

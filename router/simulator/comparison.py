@@ -43,7 +43,7 @@ def run_policy(
             end_s=result.end_s,
             strict_uncached=(config.ttft_limit_s, config.ttft_limit_s_per_token),
         ),
-        "num_preemptions": sum(replica.num_preemptions for replica in result.replicas),
+        "num_preemptions": sum(replica.stats().num_preemptions for replica in result.replicas),
         "busy_share": sum(replica.busy_s for replica in result.replicas) / (result.end_s * config.num_replicas),
         "plans": dict(result.plans),
         "num_moved_tokens": result.num_moved_tokens,

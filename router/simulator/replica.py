@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcache.block_pool import BlockPool
 from kvcache.events import KVEventLog
+from replicas.engine.step_statistics import StepStatistics
 from replicas.engine_config import Role
-from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress
+from replicas.handoff.transfer_rate import TransferRate
+from replicas.request import GenerationRequest, RequestKey, RequestProgress, StepOutput
 from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
 from replicas.scheduling.step_plan import StepPlan
 from replicas.stats import ReplicaReport, ReplicaStats
@@ -25,7 +27,6 @@ class StepResult:
     """What a finished step gave."""
 
     progress: tuple[RequestProgress, ...]
-    step_s: float
     readable: tuple[tuple[RequestKey, int], ...] = ()
     """Requests that hand over their KV, with how many of their tokens are computed now."""
 
@@ -54,30 +55,16 @@ class SimulatedReplica:
         self._plan_s = 0.0
         self._reported_event = 0
         self._needs_full_state = False
-        self._prefill_tokens: float | None = None  # of steps that prefill, smoothed; so is their time
-        self._prefill_s: float | None = None
-        self._decode_step_s: float | None = None
-        self._transfer_tokens_per_s: float | None = None
+        self._statistics = StepStatistics()
+        self._transfer_rate = TransferRate()
         self._lent: dict[RequestKey, list[int]] = {}  # blocks that another replica reads
         self._arrived: list[tuple[RequestKey, int]] = []  # loads that end before the next step, with their tokens
-        self.num_steps = 0
         self.busy_s = 0.0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_generated_tokens = 0
-        self.num_preemptions = 0
-        self._num_finished = 0
-        self._num_cancelled = 0
         self.has_changed = True  # since the last report
 
     @property
     def is_stepping(self) -> bool:
         return self._plan is not None
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Prompt tokens of ended requests that were computed, not found."""
-        return self.num_prompt_tokens - self.num_cached_tokens
 
     def add(self, request: GenerationRequest) -> None:
         self.scheduler.add(request)
@@ -95,8 +82,7 @@ class SimulatedReplica:
     def note_arrived(self, key: RequestKey, num_tokens: int, num_moved: int, moving_s: float) -> None:
         """A request's KV is there: it decodes from the next step on."""
         self._arrived.append((key, num_tokens))
-        if moving_s > 0:
-            self._transfer_tokens_per_s = _ewma(self._transfer_tokens_per_s, num_moved / moving_s)
+        self._transfer_rate.add(num_moved, moving_s)
         self.has_changed = True
 
     def return_blocks(self, key: RequestKey) -> None:
@@ -116,14 +102,14 @@ class SimulatedReplica:
         self._arrived.clear()
         while self.scheduler.has_work:
             plan = self.scheduler.schedule()
-            self.num_preemptions += plan.num_preemptions
             if plan.chunks:
                 self._plan = plan
                 self._plan_s = self._step_s(plan)
                 return self._plan_s
+            self._statistics.add(StepOutput(num_preemptions=plan.num_preemptions))
             if not plan.num_preemptions:
                 break
-        self._num_cancelled += len(self.scheduler.take_ended())
+        self._statistics.add(StepOutput(progress=tuple(self.scheduler.take_ended())))
         return None
 
     def finish_step(self) -> StepResult:
@@ -132,28 +118,21 @@ class SimulatedReplica:
         self._plan = None
         readable = self._lend(plan)
         num_samples = sum(chunk.samples for chunk in plan.chunks)
-        progress = self.scheduler.update(plan, [(OUTPUT_TOKEN,)] * num_samples)
-        self.num_steps += 1
+        progress = tuple(self.scheduler.update(plan, [(OUTPUT_TOKEN,)] * num_samples))
         self.busy_s += self._plan_s
         num_prefill = plan.num_prefill_tokens
-        if num_prefill:
-            self._prefill_tokens = _ewma(self._prefill_tokens, num_prefill)
-            self._prefill_s = _ewma(self._prefill_s, self._plan_s)
-        else:
-            self._decode_step_s = _ewma(self._decode_step_s, self._plan_s)
-        for item in progress:
-            self.num_generated_tokens += len(item.token_ids)
-            if item.finish_reason is FinishReason.CANCELLED:
-                self._num_cancelled += 1
-            elif item.finish_reason is not None:
-                self._num_finished += 1
+        self._statistics.add(
+            StepOutput(
+                progress=progress,
+                num_prefill_tokens=num_prefill,
+                num_decode_tokens=plan.num_tokens - num_prefill,
+                num_preemptions=plan.num_preemptions,
+                cuts_a_prompt=plan.cuts_a_prompt,
+                step_s=self._plan_s,
+            )
+        )
         self.has_changed = True
-        return StepResult(progress=tuple(progress), step_s=self._plan_s, readable=readable)
-
-    def count_prompt(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """Counts a request's prompt once it is computed."""
-        self.num_prompt_tokens += num_prompt_tokens
-        self.num_cached_tokens += num_cached_tokens
+        return StepResult(progress=progress, readable=readable)
 
     def request_full_state(self) -> None:
         """The router lost track: the next report lists every block."""
@@ -184,28 +163,20 @@ class SimulatedReplica:
         )
 
     def stats(self) -> ReplicaStats:
-        scheduler, pool = self.scheduler, self.pool.statistics()
-        return ReplicaStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_uncomputed_tokens=sum(
-                max(0, len(s.request.prompt_ids) - s.num_computed_tokens) for s in scheduler.running if not s.is_loading
-            )
-            + sum(len(s.token_ids) for s in scheduler.waiting if not s.awaits_load),
-            num_context_tokens=sum(s.num_computed_tokens for s in scheduler.running),
+        """Load as `replicas.engine.engine.Engine` reports it, beside the same counters and rates."""
+        pool = self.pool.statistics()
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        return replace(
+            self._statistics.snapshot(),
+            transfer_tokens_per_s=self._transfer_rate.tokens_per_s,
+            num_running=len(running),
+            num_waiting=len(waiting),
+            num_uncomputed_tokens=sum(s.num_uncomputed_tokens for s in running if not (s.is_decoding or s.is_loading))
+            + sum(s.num_uncomputed_tokens for s in waiting if not s.awaits_load),
+            num_context_tokens=sum(s.num_computed_tokens for s in running),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
-            prefill_tokens_per_s=self._prefill_tokens / self._prefill_s if self._prefill_tokens and self._prefill_s else None,
-            decode_step_s=self._decode_step_s,
-            transfer_tokens_per_s=self._transfer_tokens_per_s,
-            num_steps=self.num_steps,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-            num_generated_tokens=self.num_generated_tokens,
-            num_preemptions=self.num_preemptions,
-            num_finished=self._num_finished,
-            num_cancelled=self._num_cancelled,
         )
 
     def _lend(self, plan: StepPlan) -> tuple[tuple[RequestKey, int], ...]:
@@ -231,7 +202,3 @@ class SimulatedReplica:
             num_attended += chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2)
             num_context += chunk.start + chunk.num_tokens
         return self._timer.step_s(num_tokens, num_attended, num_context)
-
-
-def _ewma(old: float | None, new: float, weight: float = 0.1) -> float:
-    return new if old is None else old + weight * (new - old)

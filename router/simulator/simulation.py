@@ -280,7 +280,6 @@ class Simulation:
             if outcome.first_token_s is None:
                 outcome.first_token_s = self._now_s
                 outcome.num_cached_tokens = progress.num_cached_tokens
-                replica.count_prompt(outcome.num_prompt_tokens, progress.num_cached_tokens)
             if progress.finish_reason is FinishReason.HANDOFF:
                 self._router.release_prefill(progress.key.request_id, self._now_s)
             elif progress.finish_reason is not None:

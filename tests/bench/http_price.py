@@ -27,9 +27,9 @@ from replicas.sampling_params import SamplingParams
 from replicas.step_engine import StepEngine
 from replicas.text.tokenizer import Tokenizer
 from tests.bench.machine import hardware_line
-from tests.data_paths import SHARED_DATA
+from tests.data_paths import PUBLIC_DATA
 
-HTTP_LOAD = SHARED_DATA.parent / "bench" / "http_load.py"
+HTTP_LOAD = PUBLIC_DATA.parent / "bench" / "http_load.py"
 MAX_TOKENS = 64
 CLIENTS = (1, 16)
 

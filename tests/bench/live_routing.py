@@ -26,10 +26,10 @@ from router.policies.policy_choice import make_policy
 from router.simulator.hardware import MODELS, Device, StepTimer
 from router.simulator.simulation import Simulation, SimulationConfig
 from router.simulator.traces import TraceRequest
+from tests import prompts
 from tests.bench.machine import hardware_line
 from tests.chaos.served_cluster import MODEL, Layout, ServedCluster
 from tests.chaos.streams import Stream
-from tests.data_paths import SHARED_DATA
 
 RAY_LOGS = Path("/tmp/ray/session_latest/logs")
 BLOCK_SIZE = 16
@@ -231,8 +231,8 @@ def _simulate(trace: Sequence[TraceRequest], prefill_tokens_per_s: float, decode
 
 
 def _paragraphs() -> list[str]:
-    with (SHARED_DATA / "prompts" / "mt_bench_question.jsonl").open(encoding="utf-8") as file:
-        return [" ".join(json.loads(line)["turns"])[:600] for line in file]
+    asked = [" ".join(turns) for turns in prompts.conversations()]
+    return asked + [" ".join((context, *questions)) for context, questions in prompts.reading_tasks()]
 
 
 LAYOUTS = {

@@ -80,14 +80,16 @@ def _vllm_cpu(model: str, num_threads: int, timeout_s: float) -> dict[str, Any]:
     env = {**os.environ, "OMP_NUM_THREADS": str(num_threads), "PEER_ENV": str(VLLM_FOLDER)}
     try:
         with _exclusive(VLLM_FOLDER):
-            output = _run(["bash", str(script), model], env, timeout_s)
+            output = run_command(["bash", str(script), model], env, timeout_s)
     except PeerTimedOut:
         raise
     except PeerFailed as error:
         if reason := _why_no_import(VLLM_FOLDER, "vllm"):
             raise PeerFailed(f"{error}{reason}") from error
         # The shell script discards what vLLM says. The same measurement without the shell shows why it fails.
-        output = _run([str(VLLM_FOLDER / "bin" / "python"), str(_script("vllm_cpu.py")), model], vllm_environment(num_threads), timeout_s)
+        output = run_command(
+            [str(VLLM_FOLDER / "bin" / "python"), str(_script("vllm_cpu.py")), model], vllm_environment(num_threads), timeout_s
+        )
     return {"dtype": "bfloat16", "workloads": parse_figures(output), "version": _version(VLLM_FOLDER, "vllm-cpu")}
 
 
@@ -101,7 +103,7 @@ def _vllm_cpu_float32(model: str, num_threads: int, timeout_s: float) -> dict[st
         str(_script("vllm_cpu.py").parent),
         model,
     ]
-    output = _run(command, vllm_environment(num_threads), timeout_s)
+    output = run_command(command, vllm_environment(num_threads), timeout_s)
     return {"dtype": "float32", "workloads": parse_figures(output), "version": _version(VLLM_FOLDER, "vllm-cpu")}
 
 
@@ -130,11 +132,11 @@ def _openvino(model: str, timeout_s: float) -> dict[str, Any]:
     with _exclusive(folder):
         if _why_no_import(folder, "openvino_genai"):
             logger.info("  installing %s in %s", " ".join(OPENVINO_PACKAGES), folder)
-            _run([sys.executable, "-m", "venv", str(folder)], None, _INSTALL_TIMEOUT_S)
-            _run([str(folder / "bin" / "pip"), "install", "-q", *OPENVINO_PACKAGES], None, _INSTALL_TIMEOUT_S)
+            run_command([sys.executable, "-m", "venv", str(folder)], None, _INSTALL_TIMEOUT_S)
+            run_command([str(folder / "bin" / "pip"), "install", "-q", *OPENVINO_PACKAGES], None, _INSTALL_TIMEOUT_S)
     # A limit of the caller's shell is not ours to pass on; its cores are bound instead.
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    output = _run([str(folder / "bin" / "python"), str(script), str(gguf)], env, timeout_s)
+    output = run_command([str(folder / "bin" / "python"), str(script), str(gguf)], env, timeout_s)
     return {"dtype": "4-bit weights", "workloads": parse_figures(output), "version": _version(folder, "openvino-genai")}
 
 
@@ -145,7 +147,7 @@ def _script(name: str) -> Path:
     return path
 
 
-def _run(command: list[str], env: dict[str, str] | None, timeout_s: float) -> str:
+def run_command(command: list[str], env: dict[str, str] | None, timeout_s: float) -> str:
     """Standard output of `command`. It and all it started are gone when this returns. Raises PeerFailed with the reason."""
     try:
         process = subprocess.Popen(
@@ -182,7 +184,7 @@ def _why_no_import(folder: Path, module: str) -> str:
     if not python.exists():
         return f"; there is no environment in {folder}"
     try:
-        _run([str(python), "-c", f"import {module}"], None, 300.0)
+        run_command([str(python), "-c", f"import {module}"], None, 300.0)
     except PeerFailed as error:
         return f"; importing {module}: {error}"
     return ""
@@ -190,7 +192,7 @@ def _why_no_import(folder: Path, module: str) -> str:
 
 def _version(folder: Path, package: str) -> str:
     read = f"import importlib.metadata as m; print(m.version({package!r}))"
-    return f"{package} {_run([str(folder / 'bin' / 'python'), '-c', read], None, 60.0).strip()}"
+    return f"{package} {run_command([str(folder / 'bin' / 'python'), '-c', read], None, 60.0).strip()}"
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ all its ids from last to first and evict down to the limit. Round robin deals re
 replica with the longest match among those with at most `cap` times the mean work so far, else to the least worked.
 On the full public traces this gives .121/.183 and .231/.365 (round robin), .284/.357 and .561/.632 (longest prefix).
 
-    python -m tests.bench.router_reference_cache ../shared/data/traces/mooncake_synthetic_trace.jsonl
+    python -m tests.bench.router_reference_cache TRACE.jsonl
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-SHARED_BENCH = Path(__file__).resolve().parents[3] / "shared" / "bench"
+from tests.data_paths import PUBLIC_DATA
+
+SHARED_BENCH = PUBLIC_DATA.parent / "bench"
 
 WORKLOADS = ("B32", "SINGLE", "PREFILL")
 """32 prompts of 16 to 256 tokens each; one answer of 128 tokens; one prompt of about 1,500 tokens and one token of output."""

@@ -1,4 +1,4 @@
-"""A gateway over one echo engine, for the tests of what HTTP clients see, and tiny models on disk."""
+"""A gateway over one echo engine, for the tests of what HTTP clients see; tiny models and traces on disk."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import httpx
 import pytest
 
 from replicas.text.tokenizer import Tokenizer
+from router.simulator.synthesize import write_trace
+from router.simulator.trace_shapes import SHAPES
+from router.simulator.trace_synthesis import synthesize
 from tests.unit.in_process_cluster import InProcessCluster, client_of, running_cluster
 
 
@@ -19,6 +22,22 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     from tests.tiny_models import save_tiny_model
 
     return cache(lambda name: save_tiny_model(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(scope="session")
+def conversation_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 requests like those of Mooncake's conversation trace: every prompt begins with the same block."""
+    file = tmp_path_factory.mktemp("traces") / "conversation.jsonl"
+    write_trace(file, synthesize(SHAPES["conversation"], 300))
+    return file
+
+
+@pytest.fixture(scope="session")
+def synthetic_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 requests like those of Mooncake's synthetic trace: two thirds of their blocks were there before."""
+    file = tmp_path_factory.mktemp("traces") / "synthetic.jsonl"
+    write_trace(file, synthesize(SHAPES["synthetic"], 120))
+    return file
 
 
 @pytest.fixture

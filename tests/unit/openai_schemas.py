@@ -1,10 +1,11 @@
-"""Validation against OpenAI's published description, loaded once as one JSON Schema resource."""
+"""Validation of answers against a schema of ours, and against OpenAI's published description where the machine has it."""
 
 from __future__ import annotations
 
 import copy
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,25 +14,31 @@ from jsonschema.protocols import Validator
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
 
-from tests.data_paths import SHARED_DATA
-
-_URI = "urn:openai"
+from tests.data_paths import OPENAI_DESCRIPTION, OWN_DATA, PUBLIC_DATA, has_public
 
 
 @cache
-def _registry() -> Registry[Any]:
-    document = json.loads((SHARED_DATA / "api" / "openai_openapi_core.json").read_text())
-    return Registry().with_resource(_URI, Resource(contents=document, specification=DRAFT202012))
+def _validators(name: str) -> list[Validator]:
+    found = [_validator(OWN_DATA / "openai_answers.schema.json", f"$defs/{name}")]
+    if has_public(OPENAI_DESCRIPTION):
+        found.append(_validator(PUBLIC_DATA / OPENAI_DESCRIPTION, f"components/schemas/{name}"))
+    return found
+
+
+def _validator(file: Path, pointer: str) -> Validator:
+    return Draft202012Validator({"$ref": f"urn:{file.name}#/{pointer}"}, registry=_registry(file))
 
 
 @cache
-def _validator(name: str) -> Validator:
-    return Draft202012Validator({"$ref": f"{_URI}#/components/schemas/{name}"}, registry=_registry())
+def _registry(file: Path) -> Registry[Any]:
+    resource = Resource(contents=json.loads(file.read_text()), specification=DRAFT202012)
+    return Registry().with_resource(f"urn:{file.name}", resource)
 
 
-def schema_properties(name: str) -> set[str]:
-    """Names of the properties of an object, those of the parts of an `allOf` included."""
-    schemas = _registry().contents(_URI)["components"]["schemas"]
+def described_parameters(name: str) -> set[str]:
+    """Names of the properties of an object of the published description, those of the parts of an `allOf` included."""
+    file = PUBLIC_DATA / OPENAI_DESCRIPTION
+    schemas = _registry(file).contents(f"urn:{file.name}")["components"]["schemas"]
 
     def collect(schema: dict[str, Any]) -> set[str]:
         if "$ref" in schema:
@@ -42,8 +49,9 @@ def schema_properties(name: str) -> set[str]:
 
 
 def check_schema(name: str, value: object) -> None:
-    """Raises jsonschema's ValidationError when `value` does not match the schema of that name."""
-    _validator(name).validate(value)
+    """Raises jsonschema's ValidationError when `value` does not match the schemas of that name."""
+    for validator in _validators(name):
+        validator.validate(value)
 
 
 def check_completion(value: dict[str, Any]) -> None:
@@ -56,10 +64,6 @@ def check_completion(value: dict[str, Any]) -> None:
             if values and values[0] is None:
                 values[0] = number
     check_schema("CreateCompletionResponse", value)
-
-
-def matches_schema(name: str, value: object) -> bool:
-    return _validator(name).is_valid(value)
 
 
 def check_error(response: httpx.Response, status: int, param: str | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def test_parse_figures_without_results_says_so(output: str) -> None:
 def test_run_of_a_failing_command_gives_its_last_line() -> None:
     program = "import sys; sys.stderr.write('first\\nillegal instruction\\n'); sys.exit(3)"
     with pytest.raises(PeerFailed, match=r"status 3: illegal instruction$"):
-        peers._run([sys.executable, "-S", "-c", program], None, 30.0)
+        peers.run_command([sys.executable, "-S", "-c", program], None, 30.0)
 
 
 def test_reason_is_the_error_and_not_the_line_that_points_to_it() -> None:
@@ -39,12 +39,12 @@ def test_reason_is_the_error_and_not_the_line_that_points_to_it() -> None:
 
 def test_run_past_its_time_ends_the_command() -> None:
     with pytest.raises(PeerTimedOut, match="took longer than 0 s"):
-        peers._run([sys.executable, "-S", "-c", "import threading; threading.Event().wait(60)"], None, 0.05)
+        peers.run_command([sys.executable, "-S", "-c", "import threading; threading.Event().wait(60)"], None, 0.05)
 
 
 def test_run_of_a_missing_command_says_so() -> None:
     with pytest.raises(PeerFailed, match="cannot start /no/such/python"):
-        peers._run(["/no/such/python"], None, 1.0)
+        peers.run_command(["/no/such/python"], None, 1.0)
 
 
 def test_peer_without_its_script_is_an_error_in_the_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,47 +1,29 @@
-"""Every shared prompt through the HTTP surface: a stream says exactly what the whole answer says."""
+"""Every test prompt through the HTTP surface: a stream says exactly what the whole answer says."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any
 
 import httpx
 import pytest
 
 from replicas.text.tokenizer import Tokenizer
-from tests.data_paths import SHARED_DATA
+from tests.prompts import conversations, reading_tasks, tricky_strings
 from tests.unit.in_process_cluster import CHAT, MODEL, TEXT, events_of
 
-PROMPTS = SHARED_DATA / "prompts"
 REPLACEMENT = "\ufffd"
 BATCH = 16
 
 
-def naughty_strings() -> list[str]:
-    strings: list[str] = json.loads((PROMPTS / "blns.json").read_text())
-    return [text for text in strings if text]
-
-
-def xquad_texts(languages: tuple[str, ...]) -> list[str]:
-    rows = [json.loads(line) for line in (PROMPTS / "xquad_shared_prefix.jsonl").read_text().splitlines()]
-    return [text for row in rows if row["lang"] in languages for text in _strings(row)]
-
-
-def _strings(row: dict[str, Any]) -> list[str]:
-    return [value for key, value in row.items() if isinstance(value, str) and len(value) > 20 and key not in ("id", "lang")]
-
-
-def mt_bench_conversations() -> list[list[dict[str, str]]]:
+def second_turns() -> list[list[dict[str, str]]]:
     """First question, an answer, second question: what a second turn looks like to the server."""
-    rows = [json.loads(line) for line in (PROMPTS / "mt_bench_question.jsonl").read_text().splitlines()]
     return [
         [
-            {"role": "user", "content": row["turns"][0]},
+            {"role": "user", "content": first},
             {"role": "assistant", "content": "Here is my answer: ça va — 好的。"},
-            {"role": "user", "content": row["turns"][1]},
+            {"role": "user", "content": second},
         ]
-        for row in rows
+        for first, second in conversations()
     ]
 
 
@@ -62,23 +44,25 @@ async def check_prompts(client: httpx.AsyncClient, prompts: list[str], tokenizer
 
 
 @pytest.mark.slow
-async def test_naughty_strings_stream_as_they_are(client: httpx.AsyncClient, default_tokenizer: Tokenizer) -> None:
-    prompts = naughty_strings()
-    assert len(prompts) > 400
+async def test_tricky_strings_stream_as_they_are(client: httpx.AsyncClient, default_tokenizer: Tokenizer) -> None:
+    # one that holds the model's own end ends its answer there
+    ends = default_tokenizer.eos_token_ids
+    prompts = [text for text in tricky_strings() if text and ends.isdisjoint(default_tokenizer.encode(text))]
+    assert len(prompts) > 200
     await check_prompts(client, prompts, default_tokenizer)
 
 
 @pytest.mark.slow
-async def test_chinese_and_russian_texts_stream_as_they_are(client: httpx.AsyncClient, default_tokenizer: Tokenizer) -> None:
-    texts = sorted(set(xquad_texts(("zh", "ru"))))
+async def test_texts_of_other_scripts_stream_as_they_are(client: httpx.AsyncClient, default_tokenizer: Tokenizer) -> None:
+    texts = [f"{context}\n{question}" for context, questions in reading_tasks() for question in questions]
     short = [text for text in texts if len(default_tokenizer.encode(text)) < 900]
-    assert len(short) > 20
-    await check_prompts(client, short[:100], default_tokenizer)
+    assert len(short) > 90
+    await check_prompts(client, short, default_tokenizer)
 
 
 @pytest.mark.slow
 async def test_second_turns_stream_as_they_are(client: httpx.AsyncClient, default_tokenizer: Tokenizer) -> None:
-    for messages in mt_bench_conversations():
+    for messages in second_turns():
         num_prompt = len(default_tokenizer.chat_prompt_ids(messages))
         body = {"model": MODEL, "messages": messages, "max_tokens": min(num_prompt, 900), "ignore_eos": True}
         whole, streamed = await asyncio.gather(client.post(CHAT, json=body), client.post(CHAT, json={**body, "stream": True}))

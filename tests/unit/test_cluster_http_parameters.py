@@ -8,13 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParameters
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParameters
 
 from cluster.protocols.openai import completion_request
 from cluster.protocols.openai.chat_request import UNSUPPORTED, ChatCompletionRequest
 from cluster.protocols.openai.completion_request import CompletionRequest
-from tests.data_paths import SHARED_DATA
+from tests.data_paths import OPENAI_DESCRIPTION, OPENAI_EXAMPLES, OWN_DATA, PUBLIC_DATA, has_public, needs_public
 from tests.unit.in_process_cluster import CHAT, MODEL, TEXT
-from tests.unit.openai_schemas import check_error, check_schema, matches_schema, schema_properties
+from tests.unit.openai_schemas import check_completion, check_error, check_schema, described_parameters
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -206,27 +208,51 @@ async def test_overflowing_float_is_refused_by_name(client: httpx.AsyncClient) -
     check_error(await client.post(TEXT, content=body), 400, "logit_bias")
 
 
-def published_examples() -> list[dict[str, Any]]:
-    lines = (SHARED_DATA / "api" / "openai_examples.jsonl").read_text().splitlines()
-    return [example for line in lines if (example := json.loads(line))["request"] is not None and example["method"] == "post"]
+def requests_of_clients() -> list[Any]:
+    """Ours, and the examples of OpenAI's description where the machine has it."""
+    lines = (OWN_DATA / "openai_requests.jsonl").read_text().splitlines()
+    if has_public(OPENAI_EXAMPLES):
+        lines += (PUBLIC_DATA / OPENAI_EXAMPLES).read_text().splitlines()
+    examples = [example for line in lines if (example := json.loads(line))["request"] is not None]
+    asked = [example for example in examples if example["path"] in ("/chat/completions", "/completions")]
+    return [pytest.param(example["path"], example["request"], id=example["title"] or "untitled") for example in asked]
+
+
+@pytest.mark.parametrize(("path", "request_body"), requests_of_clients())
+async def test_request_of_a_client_is_answered_or_refused_by_name(
+    client: httpx.AsyncClient, path: str, request_body: dict[str, Any]
+) -> None:
+    body = {**request_body, "model": MODEL}
+    response = await client.post(f"/v1{path}", json=body)
+    if response.status_code != 200:
+        error = check_error(response, 400, response.json()["error"]["param"])
+        assert re.split(r"[.\[]", error["param"])[0] in body
+    elif body.get("stream"):
+        assert response.text.endswith("data: [DONE]\n\n")
+    elif path == "/chat/completions":
+        check_schema("CreateChatCompletionResponse", response.json())
+    else:
+        check_completion(response.json())
 
 
 @pytest.mark.parametrize(
-    "example", [e for e in published_examples() if e["path"] in ("/chat/completions", "/completions")], ids=lambda e: e["title"] or "plain"
+    ("parameters", "model", "unsupported"),
+    [
+        (ChatParameters, ChatCompletionRequest, UNSUPPORTED),
+        (CompletionParameters, CompletionRequest, completion_request.UNSUPPORTED),
+    ],
+    ids=["chat", "completion"],
 )
-async def test_published_example_is_answered_or_refused_by_name(client: httpx.AsyncClient, example: dict[str, Any]) -> None:
-    body = {**example["request"], "model": MODEL}
-    response = await client.post(f"/v1{example['path']}", json=body)
-    if response.status_code == 200 and body.get("stream"):
-        assert response.text.endswith("data: [DONE]\n\n")
-    elif response.status_code == 200:
-        name = "CreateChatCompletionResponse" if "chat" in example["path"] else "CreateCompletionResponse"
-        assert matches_schema(name, response.json())
-    else:
-        error = check_error(response, 400, response.json()["error"]["param"])
-        assert error["param"] is not None
+def test_every_parameter_of_openais_client_is_honoured_or_refused_by_name(
+    parameters: type, model: Any, unsupported: dict[str, Any]
+) -> None:
+    sent = set(parameters.__annotations__) | {"stream"}
+    assert len(sent) > 15
+    assert sent <= model.model_fields.keys() | unsupported.keys()
+    assert not model.model_fields.keys() & unsupported.keys()
 
 
+@needs_public(OPENAI_DESCRIPTION)
 @pytest.mark.parametrize(
     ("schema", "model", "unsupported"),
     [
@@ -235,7 +261,6 @@ async def test_published_example_is_answered_or_refused_by_name(client: httpx.As
     ],
 )
 def test_every_parameter_of_the_description_is_honoured_or_refused_by_name(schema: str, model: Any, unsupported: dict[str, Any]) -> None:
-    described = schema_properties(schema)
+    described = described_parameters(schema)
     assert len(described) > 15
     assert described <= model.model_fields.keys() | unsupported.keys()
-    assert not model.model_fields.keys() & unsupported.keys()

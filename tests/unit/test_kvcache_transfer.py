@@ -114,6 +114,7 @@ def test_pull_that_waits_for_its_blocks_keeps_the_lease_alive(wire: Wire) -> Non
     until_s = time.monotonic() + DEADLINE_S
     while giver.ownership.counters.num_renewed < before + 5 and time.monotonic() < until_s:
         threading.Event().wait(0.01)
+    assert giver.ownership.counters.num_renewed >= before + 5
     assert giver.ownership.collect() == []
     _, taken = reserve(taker, pulling, 2)
     assert pulling.outcome().error is None

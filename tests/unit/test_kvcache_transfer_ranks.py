@@ -114,6 +114,7 @@ def test_pull_of_rank_0_says_done_when_those_of_the_others_are_whole(wire: Wire)
     until_s = time.monotonic() + DEADLINE_S
     while giver.ownership.counters.num_renewed < renewed + 3 and time.monotonic() < until_s:
         threading.Event().wait(0.01)
+    assert giver.ownership.counters.num_renewed >= renewed + 3
     assert giver.ownership.is_open(ref), "rank 0 keeps the lease alive until it hears of the other"
     lead.pull.note_other(outcome)
     assert lead.outcome().error is None

@@ -194,10 +194,16 @@ def test_rank_that_answers_no_ping_is_lost_after_the_deadline_without_any_work()
 
 
 def test_rank_that_fails_because_another_one_died_or_hangs_is_not_the_one_that_is_named() -> None:
+    is_long_silent = threading.Event()
+
     def fail(channel: Channel) -> None:
         channel.send(Kind.READY, b"loaded")
+        num_pings = 0
         while channel.receive()[0] is not Kind.STEP:
             channel.send(Kind.PONG)
+            num_pings += 1
+            if num_pings == 4:  # a deadline has four; the other rank has answered none of them
+                is_long_silent.set()
         channel.send(Kind.FAILED, b"Connection reset by peer")
         channel.receive()
 
@@ -209,7 +215,7 @@ def test_rank_that_fails_because_another_one_died_or_hangs_is_not_the_one_that_i
 
     ranks = _start(PlayedLauncher(fail, hang), rank_deadline_s=0.4)
     ranks.wait_ready()
-    time.sleep(0.4)
+    assert is_long_silent.wait(PATIENCE_S)
     ranks.send_step(b"step")
     assert _wait_lost(ranks).startswith("rank 2 hangs")
     stop.set()

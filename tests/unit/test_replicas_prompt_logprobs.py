@@ -99,11 +99,36 @@ def test_scored_prompts_go_on_as_unscored_ones_and_fill_the_cache_for_them(
         assert again.prompt_logprobs is None
 
 
-def test_preempted_prompts_report_each_token_once(folder: Path, prompts: list[tuple[int, ...]], expected: list[torch.Tensor]) -> None:
-    engine = make(folder, kv_cache_bytes=14 * 8 * 3 * 2 * 2 * 16 * 4)  # 14 blocks: less than two of these requests
-    params = replace(SCORE_AND_GO_ON, max_tokens=10)
-    for found, prompt, logprobs_TV in zip(run(engine, scoring(prompts[:6], params)), prompts, expected, strict=False):
+SMALL_POOL_BYTES = 14 * 8 * 3 * 2 * 2 * 16 * 4
+"""14 blocks of 8 tokens."""
+
+
+def test_preempted_answers_report_their_prompts_once(folder: Path, prompts: list[tuple[int, ...]], expected: list[torch.Tensor]) -> None:
+    engine = make(folder, kv_cache_bytes=SMALL_POOL_BYTES)  # four prompts of 3 blocks fit, which then want 8 each
+    cut = [prompt[:24] for prompt in prompts[:6]]
+    results = run(engine, scoring(cut, replace(SCORE_AND_GO_ON, max_tokens=40)))
+    assert engine.stats().num_preemptions > 0, "the pool was meant to be too small"
+    for found, prompt, logprobs_TV in zip(results, cut, expected, strict=False):
         check(found, prompt, logprobs_TV)
+        assert len(found.token_ids) == 40
+    engine.close()
+
+
+def test_prompt_preempted_halfway_is_reported_once_and_whole(
+    folder: Path, prompts: list[tuple[int, ...]], expected: list[torch.Tensor]
+) -> None:
+    engine = make(folder, kv_cache_bytes=SMALL_POOL_BYTES)
+    (slow,), (urgent,) = scoring(prompts[:1], name="slow"), scoring(prompts[1:2], name="urgent")
+    engine.add_request(replace(slow, priority=5))
+    progress = list(engine.step().progress)
+    assert engine.stats().num_running == 1
+    engine.add_request(urgent)
+    while engine.has_work:
+        progress += engine.step().progress
+    assert engine.stats().num_preemptions == 1, "the urgent one was meant to take its place"
+    for request, logprobs_TV in ((slow, expected[0]), (urgent, expected[1])):
+        (reported,) = [item.prompt_logprobs for item in progress if item.key == request.key and item.prompt_logprobs is not None]
+        check(Generated(prompt_logprobs=reported), request.prompt_ids, logprobs_TV)
     engine.close()
 
 

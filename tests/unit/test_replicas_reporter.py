@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -24,8 +25,10 @@ class _Engine:
         self.is_between_steps = asyncio.Event()
         self.is_between_steps.set()
         self.cancelled: list[str] = []
+        self.num_looks = 0
 
     def stats(self) -> ReplicaStats:
+        self.num_looks += 1
         return ReplicaStats(num_running=len(self.events))
 
     def cancel_callers(self, callers: tuple[str, ...]) -> int:
@@ -54,6 +57,12 @@ class _Router:
             raise ConnectionError("no router")
         self.reports.append(report)
         return self.reply
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 @pytest.fixture
@@ -105,13 +114,15 @@ async def test_resync_makes_the_next_report_a_full_state(reporter: Reporter, eng
     assert router.reports[1].events == (event,)
 
 
-async def test_idle_replica_is_quiet_and_a_busy_one_reports_at_once(reporter: Reporter, engine: _Engine, router: _Router) -> None:
+async def test_idle_replica_is_quiet_and_a_busy_one_reports_at_once(engine: _Engine, router: _Router) -> None:
+    identity = ReplicaIdentity(replica_id="r", model="m", block_size=16, max_num_seqs=4)
+    reporter = Reporter(identity, engine, router.push, interval_s=0.001, idle_interval_s=60.0)  # type: ignore[arg-type]
     task = asyncio.create_task(reporter.run())
-    await asyncio.sleep(0.05)
-    assert len(router.reports) == 1
+    await until(lambda: engine.num_looks > 20)
+    assert len(router.reports) == 1, "it looked many times and saw nothing new"
     engine.store("a")
-    await asyncio.sleep(0.05)
-    assert len(router.reports) == 2
+    await until(lambda: len(router.reports) == 2)
+    assert router.reports[1].events == tuple(engine.events)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -135,9 +146,9 @@ async def test_drain_is_told_at_once(engine: _Engine, router: _Router) -> None:
     identity = ReplicaIdentity(replica_id="r", model="m", block_size=16, max_num_seqs=4)
     reporter = Reporter(identity, engine, router.push, interval_s=0.001, idle_interval_s=60.0, is_draining=lambda: drains)  # type: ignore[arg-type]
     task = asyncio.create_task(reporter.run())
-    await asyncio.sleep(0.02)
+    await until(lambda: len(router.reports) == 1)
     drains = True
-    await asyncio.sleep(0.02)
+    await until(lambda: len(router.reports) == 2)
     assert [report.is_draining for report in router.reports] == [False, True]
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -1,7 +1,5 @@
 """Text piece by piece equals the tokenizer's own decode of the whole, for every family of decoders."""
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +7,8 @@ from hypothesis import strategies as st
 from replicas.model.default_model import prepare_default_model
 from replicas.text.detokenizer import IncrementalDetokenizer
 from replicas.text.tokenizer import Tokenizer
-from tests.data_paths import SHARED_DATA
-from tests.small_tokenizers import FAMILIES, naughty_strings, small_tokenizer
+from tests.prompts import reading_tasks, tricky_strings
+from tests.small_tokenizers import FAMILIES, small_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -70,21 +68,20 @@ def test_default_model_random_ids_equal_transformers_decode(default_tokenizer, i
     assert "".join(pieces(default_tokenizer, ids, cuts, skip)) == expected
 
 
-def test_default_model_naughty_strings_equal_transformers_decode(default_tokenizer):
+def test_default_model_tricky_strings_equal_transformers_decode(default_tokenizer):
     """Not the text itself: this vocabulary has no tokens for some control characters."""
-    for text in naughty_strings():
+    for text in tricky_strings():
         ids = default_tokenizer.encode(text)
         expected = default_tokenizer._hf.decode(ids, skip_special_tokens=True)
         assert "".join(pieces(default_tokenizer, ids, [3])) == expected
 
 
-@pytest.mark.parametrize("language", ["zh", "ru"])
-def test_default_model_xquad_texts_show_no_replacement_character(default_tokenizer, language):
-    lines = (SHARED_DATA / "prompts" / "xquad_shared_prefix.jsonl").read_text().strip().split("\n")
-    texts = [line for line in lines if json.loads(line)["lang"] == language]
-    assert len(texts) >= 20
-    for text in texts:
-        assert_whole_without_replacement(default_tokenizer, json.dumps(json.loads(text), ensure_ascii=False))
+@pytest.mark.parametrize("language", ["zh", "ru", "ja", "ko", "el"])
+def test_default_model_texts_of_other_scripts_show_no_replacement_character(default_tokenizer, language):
+    tasks = reading_tasks(language)
+    assert len(tasks) >= 2
+    for context, questions in tasks:
+        assert_whole_without_replacement(default_tokenizer, "\n".join((context, *questions)))
 
 
 @pytest.mark.parametrize(

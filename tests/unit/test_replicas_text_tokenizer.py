@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from replicas.model.default_model import prepare_default_model
 from replicas.text.token_bytes import byte_level_bytes
 from replicas.text.tokenizer import ChatTemplateError, TextTooLong, Tokenizer, TokenizerLoadError
-from tests.small_tokenizers import FAMILIES, naughty_strings, small_tokenizer
+from tests.prompts import tricky_strings
+from tests.small_tokenizers import FAMILIES, small_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ CONVERSATION = [
 
 
 def test_encode_equals_transformers(tokenizer, reference):
-    for text in naughty_strings():
+    for text in tricky_strings():
         assert tokenizer.encode(text) == reference.encode(text)
         assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text, add_special_tokens=False)
 

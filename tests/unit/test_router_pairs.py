@@ -61,7 +61,6 @@ def test_long_prompt_goes_to_a_pair_that_is_booked_on_both_sides(policy: PolicyN
     assert (booked(router, "p0"), booked(router, "d0")) == ((0, 0), (1, 0))
     router.release("q", 3.0, 64)
     assert (booked(router, "p0"), booked(router, "d0")) == ((0, 0), (0, 0))
-    assert not router._model_of_request
 
 
 def test_release_ends_both_bookings_of_a_pair() -> None:
@@ -96,7 +95,6 @@ def test_death_of_one_side_leaves_the_other_booked_until_it_is_released(dying: s
     assert booked(router, left) == ((1, 0) if left == "d0" else (0, 0))
     router.release("q", 0.7, 5)
     assert booked(router, left) == (0, 0)
-    assert not router._model_of_request
 
 
 def test_booking_whose_decode_replica_died_ends_with_its_caller_or_its_lease() -> None:
@@ -285,7 +283,8 @@ def test_next_with_the_same_prefix_follows_the_pair_before_it_is_reported() -> N
     assert second.prefill_replica_id == first.prefill_replica_id
     router.release("first", 0.1)
     router.release("second", 0.1)
-    assert router._models["m"]._ledger.num_pending_entries == 0
+    third = decide(router, "third", keys=keys)
+    assert {dict(score.terms)["pending"] for score in third.candidates} == {0.0}, "nothing of them is expected any longer"
 
 
 def test_explanation_shows_every_plan_with_its_terms() -> None:
@@ -394,5 +393,3 @@ def test_bookings_of_both_sides_come_back_to_zero_whatever_happens(policy: Polic
     assert (view["num_waiting"], view["num_bookings"], view["num_prefill_bookings"]) == (0, 0, 0)
     for state in view["replicas"].values():
         assert (state["num_booked_requests"], state["num_booked_prefill_tokens"]) == (0, 0)
-    assert router._models["m"]._ledger.num_pending_entries == 0
-    assert not router._model_of_request

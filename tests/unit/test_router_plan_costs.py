@@ -24,7 +24,7 @@ def plans(
     snapshot = ClusterSnapshot(now_s=now_s, replicas=(decode,), prefill=(prefill,))
     found = {plan.name: plan for plan in PlanCosts(costs).plans(request, snapshot)}
     for plan in found.values():
-        assert plan.score.cost == pytest.approx(sum(value for _, value in plan.score.terms))
+        assert plan.score.cost_s == pytest.approx(sum(value for _, value in plan.score.terms))
     return found
 
 
@@ -113,4 +113,4 @@ def test_pairs_shown_are_each_replica_with_its_cheapest_partner() -> None:
     found = PlanCosts(costs).plans(REQUEST, ClusterSnapshot(now_s=0.0, replicas=decode, prefill=prefill))
     pairs = {plan.name for plan in found if plan.score.prefill_replica_id}
     assert pairs == {"p0 d0", "p1 d0", "p2 d0", "p0 d1", "p0 d2"}
-    assert min(found, key=lambda plan: plan.score.cost).name == "d0 d0", "nobody decodes there yet"
+    assert min(found, key=lambda plan: plan.score.cost_s).name == "d0 d0", "nobody decodes there yet"

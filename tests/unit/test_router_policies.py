@@ -8,7 +8,7 @@ import pytest
 from router.config import RouterConfig
 from router.policies.policy import ConsistentHash, LeastLoaded, LongestPrefix, PairedPools, PowerOfTwo, RoundRobin, rendezvous_weight
 from router.policies.policy_choice import make_policy
-from router.snapshot import ClusterSnapshot, ReplicaLoad, ReplicaSnapshot, RoutingRequest
+from router.snapshot import CandidateLoad, ClusterSnapshot, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
 
 def replica(replica_id: str, *, running: int = 0, booked: int = 0, tokens: int = 0, cached: int = 0, pending: int = 0) -> ReplicaSnapshot:
@@ -84,10 +84,10 @@ def test_rendezvous_weight_is_fixed() -> None:
 
 def test_decision_explains_the_loads_it_saw() -> None:
     decision = LeastLoaded().choose(request(), snapshot(replica("a", running=2, tokens=7), replica("b", running=4)), 0)
-    assert [(score.replica_id, dict(score.terms)) for score in decision.candidates] == [
-        ("a", {"requests": 2.0, "tokens": 7.0}),
-        ("b", {"requests": 4.0, "tokens": 0.0}),
-    ]
+    assert decision.candidates == (
+        CandidateLoad(replica_id="a", num_requests=2, num_tokens=7),
+        CandidateLoad(replica_id="b", num_requests=4, num_tokens=0),
+    )
 
 
 @pytest.mark.parametrize("name", ["scoring", "least_loaded", "round_robin", "power_of_two", "longest_prefix", "consistent_hash"])

@@ -24,7 +24,7 @@ def score(request: RoutingRequest, *replicas: ReplicaSnapshot, now_s: float = 0.
 
 def terms(replica: ReplicaSnapshot, request: RoutingRequest = REQUEST, **weights: float) -> dict[str, float]:
     (only,) = score(request, replica, **weights)
-    assert only.cost == pytest.approx(sum(value for _, value in only.terms))
+    assert only.cost_s == pytest.approx(sum(value for _, value in only.terms))
     return dict(only.terms)
 
 

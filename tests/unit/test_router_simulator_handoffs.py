@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,8 @@ from router.simulator.__main__ import main
 from router.simulator.hardware import DEVICES, MODELS, StepTimer
 from router.simulator.simulation import Simulation, SimulationConfig, SimulationResult
 from router.simulator.traces import TraceRequest, read_trace
-from tests.data_paths import SHARED_DATA
+from tests.single_request import single_request
 
-CONVERSATION = SHARED_DATA / "traces" / "mooncake_conversation_trace.jsonl"
-SYNTHETIC = SHARED_DATA / "traces" / "mooncake_synthetic_trace.jsonl"
 TIMER = StepTimer(MODELS["8b"], DEVICES["h100"])
 KV_BYTES = MODELS["8b"].kv_bytes_per_token
 
@@ -31,8 +30,7 @@ def simulate(
 
 def one_request(num_output_tokens: int) -> TraceRequest:
     """6,758 tokens: three full chunks of 2,048 and one of 614."""
-    (request,) = read_trace(CONVERSATION, 512, 1)
-    return replace(request, num_output_tokens=num_output_tokens)
+    return single_request(6_758, num_output_tokens)
 
 
 def chunk_s(start: int, size: int) -> float:
@@ -93,8 +91,8 @@ def check(result: SimulationResult) -> None:
 
 
 @pytest.mark.parametrize("policy", ["scoring", "round_robin", "longest_prefix"])
-def test_every_request_ends_and_every_block_comes_back_on_both_sides(policy: PolicyName) -> None:
-    trace = [replace(request, num_output_tokens=min(8, request.num_output_tokens)) for request in read_trace(SYNTHETIC, 512, 60)]
+def test_every_request_ends_and_every_block_comes_back_on_both_sides(policy: PolicyName, synthetic_trace: Path) -> None:
+    trace = [replace(request, num_output_tokens=min(8, request.num_output_tokens)) for request in read_trace(synthetic_trace, 512, 60)]
     runs = [simulate(trace, 2, 2, policy, speedup=8.0, num_blocks=800) for _ in range(2)]
     check(runs[0])
     assert [asdict(outcome) for outcome in runs[0].outcomes] == [asdict(outcome) for outcome in runs[1].outcomes]
@@ -102,8 +100,8 @@ def test_every_request_ends_and_every_block_comes_back_on_both_sides(policy: Pol
     assert runs[0].plans.total() == 60
 
 
-def test_decode_steps_are_not_held_up_by_long_prompts_of_others() -> None:
-    trace = [replace(request, num_output_tokens=min(60, request.num_output_tokens)) for request in read_trace(SYNTHETIC, 512, 60)]
+def test_decode_steps_are_not_held_up_by_long_prompts_of_others(synthetic_trace: Path) -> None:
+    trace = [replace(request, num_output_tokens=min(60, request.num_output_tokens)) for request in read_trace(synthetic_trace, 512, 60)]
     worst = {}
     for num_prefill in (0, 2):
         outcomes = simulate(trace, num_prefill, 4 - num_prefill, speedup=4.0, max_num_batched_tokens=8_192).outcomes
@@ -111,8 +109,8 @@ def test_decode_steps_are_not_held_up_by_long_prompts_of_others() -> None:
     assert worst[2] < worst[0] / 2
 
 
-def test_small_budget_of_mixed_steps_keeps_decode_steps_short_without_pools() -> None:
-    trace = [replace(request, num_output_tokens=min(60, request.num_output_tokens)) for request in read_trace(SYNTHETIC, 512, 60)]
+def test_small_budget_of_mixed_steps_keeps_decode_steps_short_without_pools(synthetic_trace: Path) -> None:
+    trace = [replace(request, num_output_tokens=min(60, request.num_output_tokens)) for request in read_trace(synthetic_trace, 512, 60)]
     worst = {}
     for num_tokens in (None, 512):
         outcomes = simulate(trace, 0, 4, speedup=4.0, max_num_batched_tokens=8_192, max_num_mixed_tokens=num_tokens).outcomes
@@ -120,8 +118,8 @@ def test_small_budget_of_mixed_steps_keeps_decode_steps_short_without_pools() ->
     assert worst[512] < worst[None] / 2
 
 
-def test_command_line_takes_pools(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    arguments = ["--trace", str(SYNTHETIC), "--limit", "6", "--mode", "disaggregated", "--prefill", "1", "--decode", "1"]
+def test_command_line_takes_pools(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, synthetic_trace: Path) -> None:
+    arguments = ["--trace", str(synthetic_trace), "--limit", "6", "--mode", "disaggregated", "--prefill", "1", "--decode", "1"]
     assert main([*arguments, "--bandwidth", "1e10"]) == 0
     assert "scoring" in capsys.readouterr().out
     assert main([*arguments, "--bandwidth", "0"]) == 2

@@ -14,10 +14,8 @@ from router.simulator.hardware import DEVICES, MODELS, StepTimer
 from router.simulator.outcome import RequestOutcome, jain_index, percentiles, summarize
 from router.simulator.simulation import Simulation, SimulationConfig, SimulationResult
 from router.simulator.traces import TraceRequest, read_trace
-from tests.data_paths import SHARED_DATA
+from tests.single_request import single_request
 
-CONVERSATION = SHARED_DATA / "traces" / "mooncake_conversation_trace.jsonl"
-SYNTHETIC = SHARED_DATA / "traces" / "mooncake_synthetic_trace.jsonl"
 TIMER = StepTimer(MODELS["8b"], DEVICES["h100"])
 PRIOR = TIMER.prefill_tokens_per_s
 
@@ -33,9 +31,7 @@ def simulate(trace: list[TraceRequest], policy: PolicyName = "scoring", *, speed
 
 
 def test_one_request_alone_takes_what_the_roofline_says() -> None:
-    (request,) = read_trace(CONVERSATION, 512, 1)
-    request = replace(request, num_output_tokens=3)
-    (outcome,) = simulate([request]).outcomes
+    (outcome,) = simulate([single_request(6_758, 3)]).outcomes
     # 2,048 tokens a step: 3 full steps and the rest, 2 ms on the way; then two decode steps
     starts = [0, 2_048, 4_096, 6_144]
     sizes = [2_048, 2_048, 2_048, 6_758 - 6_144]
@@ -46,15 +42,15 @@ def test_one_request_alone_takes_what_the_roofline_says() -> None:
     assert outcome.is_good
 
 
-def test_same_seed_gives_the_same_outcomes() -> None:
-    trace = short_answers(SYNTHETIC, 60)
+def test_same_seed_gives_the_same_outcomes(synthetic_trace: Path) -> None:
+    trace = short_answers(synthetic_trace, 60)
     runs = [[asdict(outcome) for outcome in simulate(trace, speedup=4.0).outcomes] for _ in range(2)]
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("policy", ["scoring", "least_loaded", "round_robin", "power_of_two", "longest_prefix", "consistent_hash"])
-def test_every_request_ends_and_every_block_comes_back(policy: PolicyName) -> None:
-    trace = short_answers(SYNTHETIC, 30)
+def test_every_request_ends_and_every_block_comes_back(policy: PolicyName, synthetic_trace: Path) -> None:
+    trace = short_answers(synthetic_trace, 30)
     result = simulate(trace, policy, speedup=10.0)
     assert all(outcome.end_s is not None for outcome in result.outcomes)
     for replica in result.replicas:
@@ -64,16 +60,16 @@ def test_every_request_ends_and_every_block_comes_back(policy: PolicyName) -> No
 
 
 @pytest.mark.parametrize("policy", ["scoring", "longest_prefix"])
-def test_block_that_every_conversation_shares_does_not_collapse_on_one_replica(policy: PolicyName) -> None:
-    trace = short_answers(CONVERSATION, 300)
+def test_block_that_every_conversation_shares_does_not_collapse_on_one_replica(policy: PolicyName, conversation_trace: Path) -> None:
+    trace = short_answers(conversation_trace, 300)
     figures = run_policy(policy, trace, SimulationConfig(), TIMER, RouterConfig(prior_prefill_tokens_per_s=PRIOR))
     busiest = figures["busiest_to_mean_work"]
     assert isinstance(busiest, float)
     assert busiest < 1.3
 
 
-def test_overload_with_a_wait_limit_sheds_and_serves_the_rest() -> None:
-    trace = short_answers(SYNTHETIC, 120)
+def test_overload_with_a_wait_limit_sheds_and_serves_the_rest(synthetic_trace: Path) -> None:
+    trace = short_answers(synthetic_trace, 120)
     result = simulate(trace, speedup=40.0, max_wait_s=2.0)
     rejected = [outcome for outcome in result.outcomes if outcome.is_rejected]
     assert 0 < len(rejected) < 120
@@ -81,11 +77,11 @@ def test_overload_with_a_wait_limit_sheds_and_serves_the_rest() -> None:
     assert all(outcome.end_s is not None for outcome in result.outcomes if not outcome.is_rejected)
 
 
-def test_high_tier_waits_at_most_a_dispatch_slot_behind_a_flood() -> None:
-    rows = [replace(request, num_output_tokens=2, arrival_s=0.0, priority=5) for request in read_trace(SYNTHETIC, 512, 80)]
+def test_high_tier_waits_at_most_a_dispatch_slot_behind_a_flood(conversation_trace: Path, synthetic_trace: Path) -> None:
+    rows = [replace(request, num_output_tokens=2, arrival_s=0.0, priority=5) for request in read_trace(synthetic_trace, 512, 80)]
     urgent = [
         replace(request, request_id=f"urgent {number}", arrival_s=1.0 + number, priority=0, num_output_tokens=2)
-        for number, request in enumerate(read_trace(CONVERSATION, 512, 6))
+        for number, request in enumerate(read_trace(conversation_trace, 512, 6))
     ]
     result = simulate([*rows, *urgent])
     # a dispatch slot's time: the longest prompt that may be in front, at the rate that the replica reaches on it
@@ -134,9 +130,9 @@ def test_jain_index_of_one_taking_all_is_one_over_n() -> None:
     assert jain_index([3.0, 3.0]) == pytest.approx(1.0)
 
 
-def test_command_line_writes_figures_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_writes_figures_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], synthetic_trace: Path) -> None:
     figures, picture = tmp_path / "out.json", tmp_path / "out.png"
-    arguments = ["--trace", str(SYNTHETIC), "--limit", "6", "--blocks-per-replica", "5000", "--tenants", "2"]
+    arguments = ["--trace", str(synthetic_trace), "--limit", "6", "--blocks-per-replica", "5000", "--tenants", "2"]
     assert main([*arguments, "--compare", "--json", str(figures), "--picture", str(picture)]) == 0
     report = json.loads(figures.read_text())
     assert report["runs"][0]["policy"] == "scoring"
@@ -145,7 +141,7 @@ def test_command_line_writes_figures_and_picture(tmp_path: Path, capsys: pytest.
     assert "hit rate" in capsys.readouterr().out
 
 
-def test_command_line_bad_value_is_one_line_and_status_2(caplog: pytest.LogCaptureFixture) -> None:
+def test_command_line_bad_value_is_one_line_and_status_2(caplog: pytest.LogCaptureFixture, synthetic_trace: Path) -> None:
     assert main(["--trace", "nowhere.txt"]) == 2
-    assert main(["--trace", str(SYNTHETIC), "--speedup", "0"]) == 2
+    assert main(["--trace", str(synthetic_trace), "--speedup", "0"]) == 2
     assert "--speedup must be above 0" in caplog.text
