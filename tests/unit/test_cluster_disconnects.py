@@ -64,12 +64,12 @@ async def test_disconnect_while_queued_leaves_the_queue(cluster: InProcessCluste
     for writer in writers:
         writer.close()
     async with asyncio.timeout(30):
-        while any(model["num_waiting"] for model in (await cluster.generation.backend.describe_router()).values()):
+        while any(model["num_waiting"] for model in (await cluster.backend.describe_router()).values()):
             await asyncio.sleep(0.005)
     engine.gate.set()
     await cluster.wait_idle()
     async with asyncio.timeout(30):
-        while any(model["num_bookings"] for model in (await cluster.generation.backend.describe_router()).values()):
+        while any(model["num_bookings"] for model in (await cluster.backend.describe_router()).values()):
             await asyncio.sleep(0.005)
 
 

@@ -206,7 +206,7 @@ async def test_death_of_the_only_replica_is_a_pause_until_it_is_back(default_tok
         cluster.replicas[0].engine.tokens_left = 100
         stream = asyncio.create_task(client.post(TEXT, json={"model": MODEL, "prompt": prompt, "max_tokens": 1000, "stream": True}))
         async with asyncio.timeout(30):
-            while (await cluster.generation.backend.describe_router())[MODEL]["replicas"]:
+            while (await cluster.backend.describe_router())[MODEL]["replicas"]:
                 await asyncio.sleep(0.002)  # nothing tells of the router's view
             assert (await client.post(TEXT, json={"model": MODEL, "prompt": "x", "max_tokens": 1})).status_code == 503
         await cluster.add_replica()
@@ -249,7 +249,7 @@ async def test_priority_header_sets_the_tier_and_a_wrong_one_is_refused(default_
             for p in [0] * 20 + [7] * 5
         ]
         async with asyncio.timeout(30):
-            while "7" not in (await cluster.generation.backend.describe_router()).get(MODEL, {}).get("tiers", {}):
+            while "7" not in (await cluster.backend.describe_router()).get(MODEL, {}).get("tiers", {}):
                 await asyncio.sleep(0.002)
         cluster.replicas[0].engine.gate.set()
         assert {response.status_code for response in await asyncio.gather(*calls)} == {200}

@@ -144,7 +144,7 @@ async def test_stream_of_a_replica_that_is_fenced_ends_at_once_and_is_cancelled_
     assert (await anext(stream)).token_ids == (7,)
     following = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
-    router.live.fences.set(frozenset({"r"}))
+    router.fences.set(frozenset({"r"}))
     async with asyncio.timeout(30):
         with pytest.raises(ReplicaHung):
             await following
@@ -158,7 +158,7 @@ async def test_stream_of_another_replica_goes_on(backend: ServeBackend, router: 
     stream = backend.generate("m", "r", REQUEST)
     await anext(stream)
     following = asyncio.ensure_future(anext(stream))
-    router.live.fences.set(frozenset({"other"}))
+    router.fences.set(frozenset({"other"}))
     await asyncio.sleep(0.02)
     assert not following.done()
     following.cancel()
@@ -168,7 +168,7 @@ async def test_stream_of_another_replica_goes_on(backend: ServeBackend, router: 
 async def test_wait_for_a_hang_ends_with_the_fence_of_that_replica(backend: ServeBackend, router: _Router) -> None:
     waits = [asyncio.ensure_future(backend.wait_hung(replica_id)) for replica_id in ("r", "other")]
     await asyncio.sleep(0)
-    router.live.fences.set(frozenset({"r"}))
+    router.fences.set(frozenset({"r"}))
     async with asyncio.timeout(30):
         await waits[0]
         await backend.wait_hung("r")
