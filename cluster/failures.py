@@ -13,7 +13,6 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from cluster.generation.backend import ReplicaGone, RouterGone
 from replicas.request import RequestRejected
 from replicas.text.tokenizer import ChatTemplateArgumentError, ChatTemplateError
 
@@ -59,6 +58,33 @@ class Unavailable(Exception):
 class GenerationFailed(Exception):
     """The engine accepted the request and could not finish it (a numerical fault), or every replica that ran it died. Another
     attempt would fail as well."""
+
+
+class ReplicaGone(Exception):
+    """The chosen replica cannot go on with the request. Another decision may succeed.
+
+    Not raised when the engine itself refuses or fails a request: those are RequestRejected and a FAILED progress.
+    """
+
+    def __init__(self, replica_id: str, reason: str) -> None:
+        super().__init__(f"replica {replica_id} is gone: {reason}")
+        self.replica_id = replica_id
+
+
+class ReplicaDied(ReplicaGone):
+    """It died, or hangs, while it had the request, which may be the reason."""
+
+
+class ReplicaHung(ReplicaDied):
+    """The router has fenced it."""
+
+
+class ReplicaLeft(ReplicaGone):
+    """It never took the request, or handed it back, e.g. because it drains. Nothing is said against the request."""
+
+
+class RouterGone(Exception):
+    """The router died or did not answer. It is restarted and rebuilt from reports within seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

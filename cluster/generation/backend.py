@@ -11,33 +11,6 @@ from replicas.request import GenerationRequest, RequestProgress
 from router.snapshot import Decision, Rejection, RoutingRequest
 
 
-class ReplicaGone(Exception):
-    """The chosen replica cannot go on with the request. Another decision may succeed.
-
-    Not raised when the engine itself refuses or fails a request: those are RequestRejected and a FAILED progress.
-    """
-
-    def __init__(self, replica_id: str, reason: str) -> None:
-        super().__init__(f"replica {replica_id} is gone: {reason}")
-        self.replica_id = replica_id
-
-
-class ReplicaDied(ReplicaGone):
-    """It died, or hangs, while it had the request, which may be the reason."""
-
-
-class ReplicaHung(ReplicaDied):
-    """The router has fenced it."""
-
-
-class ReplicaLeft(ReplicaGone):
-    """It never took the request, or handed it back, e.g. because it drains. Nothing is said against the request."""
-
-
-class RouterGone(Exception):
-    """The router died or did not answer. It is restarted and rebuilt from reports within seconds."""
-
-
 class Backend(Protocol):
     """Routes and runs requests. Every `acquire` is followed by one `release`, whatever came of it."""
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 
-from cluster.failures import GenerationFailed, Overloaded, Unavailable
-from cluster.generation.backend import Backend, ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
+from cluster.failures import GenerationFailed, Overloaded, ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone, Unavailable
+from cluster.generation.backend import Backend
 from cluster.generation.pair_stream import PairGivenUp, PairStream, PrefillBooking
 from cluster.generation.prepared_generation import PreparedGeneration, routing_request
-from cluster.generation.replica_losses import FailoverPolicy, ReplicaLosses
+from cluster.generation.replica_losses import ReplicaLosses
 from cluster.generation.served_model import ServedModel
 from cluster.generation.stream_journal import StreamJournal
+from cluster.settings.failover import FailoverPolicy
 from cluster.telemetry.access_log import AccessRecord
 from replicas.handoff.paired_progress import RecomputeReason
 from replicas.request import FinishReason, GenerationRequest, RequestProgress, TokenLogprob

@@ -13,9 +13,9 @@ from cluster.failures import answer_for
 from cluster.generation.backend import Backend
 from cluster.generation.choice_streams import ChoiceDelta, ChoiceStreams
 from cluster.generation.prepared_generation import PreparedGeneration
-from cluster.generation.replica_losses import FailoverPolicy
 from cluster.generation.served_model import ServedModel
 from cluster.protocols.openai.responses import usage_body
+from cluster.settings.failover import FailoverPolicy
 from cluster.telemetry.access_log import AccessRecord
 from cluster.web.server_sent_events import DONE, EventStream, event
 from replicas.request import FinishReason

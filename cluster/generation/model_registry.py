@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import Context
 
-from cluster.failures import ModelNotFound, Unavailable
-from cluster.generation.backend import Backend, ReplicaGone
+from cluster.failures import ModelNotFound, ReplicaGone, Unavailable
+from cluster.generation.backend import Backend
 from cluster.generation.served_model import ServedModel
 from replicas.text.tokenizer import Tokenizer
 

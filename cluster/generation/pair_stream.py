@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Protocol
 
-from cluster.generation.backend import Backend, ReplicaGone, ReplicaHung, ReplicaLeft
+from cluster.failures import ReplicaGone, ReplicaHung, ReplicaLeft
+from cluster.generation.backend import Backend
 from cluster.generation.stream_journal import StreamJournal
 from replicas.engine_config import Role
 from replicas.handoff.paired_progress import BAD_ENDINGS, PairedProgress, RecomputeReason

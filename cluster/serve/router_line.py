@@ -9,7 +9,7 @@ from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
 
-from cluster.generation.backend import RouterGone
+from cluster.failures import RouterGone
 from router.live.batch import Answers, Batch, Notice
 from router.snapshot import Decision, Rejection, RoutingRequest
 

@@ -13,7 +13,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RaySystemError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from cluster.generation.backend import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
+from cluster.failures import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
 from cluster.serve.interrupts import Interrupted, Interrupts
 from cluster.serve.router_line import RouterLine
 from cluster.serve.target_unreachable import TargetUnreachable

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from cluster.generation.backend import ReplicaDied
+from cluster.failures import ReplicaDied
 from cluster.generation.model_registry import ModelRegistry
-from cluster.generation.replica_losses import FailoverPolicy
+from cluster.settings.failover import FailoverPolicy
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.telemetry.access_log import AccessRecord
 from cluster.web.http_app import create_app

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.generation.backend import ReplicaDied, ReplicaGone
+from cluster.failures import ReplicaDied, ReplicaGone
 from cluster.generation.choice_streams import ChoiceStreams
 from cluster.generation.prepared_generation import PreparedGeneration
-from cluster.generation.replica_losses import FailoverPolicy
 from cluster.generation.served_model import ServedModel
+from cluster.settings.failover import FailoverPolicy
 from cluster.telemetry.access_log import AccessRecord
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.engine import Engine

@@ -8,12 +8,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
 
-from cluster.failures import GenerationFailed, Unavailable
-from cluster.generation.backend import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft
+from cluster.failures import GenerationFailed, ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, Unavailable
 from cluster.generation.choice_streams import ChoiceStreams
 from cluster.generation.prepared_generation import PreparedGeneration
-from cluster.generation.replica_losses import FailoverPolicy
 from cluster.generation.served_model import ServedModel
+from cluster.settings.failover import FailoverPolicy
 from cluster.telemetry.access_log import AccessRecord
 from replicas.engine_config import Role
 from replicas.model_description import ModelDescription

@@ -7,8 +7,17 @@ import logging
 import pytest
 from starlette.exceptions import HTTPException
 
-from cluster.failures import BadRequest, BodyTooLarge, GenerationFailed, ModelNotFound, Overloaded, Unavailable, answer_for
-from cluster.generation.backend import ReplicaGone, RouterGone
+from cluster.failures import (
+    BadRequest,
+    BodyTooLarge,
+    GenerationFailed,
+    ModelNotFound,
+    Overloaded,
+    ReplicaGone,
+    RouterGone,
+    Unavailable,
+    answer_for,
+)
 from replicas.request import RequestRejected
 from replicas.text.tokenizer import ChatTemplateError
 from tests.unit.openai_schemas import check_schema

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.generation.replica_losses import FailoverPolicy
+from cluster.settings.failover import FailoverPolicy
 from cluster.settings.gateway_config import GatewayConfig
 from replicas.text.tokenizer import Tokenizer
 from router.config import RouterConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.generation.backend import ReplicaDied, ReplicaHung, ReplicaLeft
+from cluster.failures import ReplicaDied, ReplicaHung, ReplicaLeft
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer
 from tests.tiny_llama import generated_by_transformers, save_tiny_llama, shared_prompts

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cluster.failures import GenerationFailed
-from cluster.generation.backend import ReplicaDied, ReplicaHung, ReplicaLeft
+from cluster.failures import GenerationFailed, ReplicaDied, ReplicaHung, ReplicaLeft
 from cluster.generation.choice_streams import ChoiceDelta, ChoiceStreams
 from cluster.generation.prepared_generation import PreparedGeneration, routing_request
-from cluster.generation.replica_losses import FailoverPolicy
 from cluster.generation.served_model import ServedModel
+from cluster.settings.failover import FailoverPolicy
 from cluster.telemetry.access_log import AccessRecord
 from replicas.model_description import ModelDescription
 from replicas.request import FinishReason, GenerationRequest, RequestRejected, TokenLogprob

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.generation.backend import ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
+from cluster.failures import ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
 from cluster.serve import serve_backend
 from cluster.serve.serve_backend import ServeBackend
 from cluster.serve.target_unreachable import TargetUnreachable
