@@ -10,7 +10,9 @@ from ray import serve
 from cluster.generation.model_registry import ModelRegistry
 from cluster.serve.serve_backend import ServeBackend
 from cluster.settings.gateway_config import GatewayConfig
+from cluster.telemetry.access_log import log_access
 from cluster.telemetry.gateway_metrics import GatewayMetrics
+from cluster.telemetry.request_record import RequestRecorder
 from cluster.web.body_ahead import BodyTaken
 from cluster.web.http_app import create_app
 from replicas.engine_config import Role
@@ -49,6 +51,7 @@ class Gateway:
         self._models = ModelRegistry(tuple(replicas), self._backend, load_tokenizer=load_tokenizer)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = create_app(self._backend, self._config, self._models, GatewayMetrics(), sends_request_id=False)
+        metrics = GatewayMetrics()
+        app = create_app(self._backend, self._config, self._models, lambda: RequestRecorder(log_access, metrics), sends_request_id=False)
         app.add_middleware(BodyTaken)  # the outermost
         return app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.util import metrics
 
-from cluster.telemetry.access_log import AccessRecord
+from cluster.telemetry.request_record import RequestRecord
 
 _LATENCY_BOUNDS = [0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]
 _TOKEN_GAP_BOUNDS = [0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5]
@@ -45,7 +45,7 @@ class GatewayMetrics:
             "manta_inter_token_seconds", "Mean time between the tokens of one request", boundaries=_TOKEN_GAP_BOUNDS, tag_keys=("model",)
         )
 
-    def __call__(self, record: AccessRecord) -> None:
+    def __call__(self, record: RequestRecord) -> None:
         model = record.model or _UNKNOWN_MODEL
         tags = {"model": model}
         path = record.path if record.status not in (404, 405) and record.model is not None else "other"
@@ -73,7 +73,7 @@ class GatewayMetrics:
             self._ttft.observe(record.ttft_s, tags)
             self._observe_answer(record, tags)
 
-    def _observe_answer(self, record: AccessRecord, tags: dict[str, str]) -> None:
+    def _observe_answer(self, record: RequestRecord, tags: dict[str, str]) -> None:
         duration_s, ttft_s = record.duration_s, record.ttft_s
         if duration_s is None or ttft_s is None or record.error is not None:
             return

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cluster.generation.backend import Backend
-from cluster.generation.generation_answers import GenerationAnswers
 from cluster.generation.model_registry import ModelRegistry
+from cluster.generation.request_events import ModelFound, Parsed, RequestObserver
 from cluster.generation.served_model import ServedModel
 from cluster.protocols.openai import conversion, tokenization
 from cluster.protocols.openai.chat_request import ChatCompletionRequest
@@ -23,15 +23,16 @@ from cluster.protocols.openai.responses import ChatAnswer, ChatChunks, Completio
 from cluster.protocols.openai.wire import parse_json_object
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.web.disconnect import run_until_disconnect
+from cluster.web.generation_answers import GenerationAnswers
 from cluster.web.request_body import read_body
-from cluster.web.request_scope import RequestObserver, RequestScope, error_response, guarded, record_of
+from cluster.web.request_scope import RequestScope, error_response, guarded, state_of
 from router.explanation import explanation
 
 VERSION = "0.1.0"
 
 
 class HttpApi:
-    """Endpoints over one backend. Holds no state of a request: that lives in its ChoiceStreams and AccessRecord."""
+    """Endpoints over one backend. Holds no state of a request: that lives in its ChoiceStreams and RequestState."""
 
     def __init__(self, backend: Backend, models: ModelRegistry, config: GatewayConfig, now_s: Callable[[], float] = time.time) -> None:
         self._backend = backend
@@ -99,34 +100,38 @@ class HttpApi:
         return parse_json_object(await read_body(request, self._config.limits.max_body_bytes))
 
     async def _model(self, request: Request, name: str, user: str | None, prompt: object) -> ServedModel:
-        record = record_of(request)
-        record.user = user
-        if self._config.log_prompts:
-            record.prompt = prompt
+        state = state_of(request)
+        state.emit(Parsed(at_s=state.clock(), user=user, prompt=prompt if self._config.log_prompts else None))
         model = await self._models.get(name)
-        record.model = model.name
+        state.emit(ModelFound(at_s=state.clock(), model=model.name))
         return model
 
     def _caller(self, request: Request) -> Caller:
         rules = self._config.priorities
         asked = rules.asked_for(request.headers.get(rules.header))
-        return Caller(tenant=record_of(request).tenant, arrival_s=self._now_s(), asked_priority=asked, priorities=rules)
+        return Caller(tenant=state_of(request).tenant, arrival_s=self._now_s(), asked_priority=asked, priorities=rules)
 
     async def _chat(self, request: Request, body: ChatCompletionRequest, model: ServedModel) -> Response:
         prepared = await conversion.prepare_chat(body, model, self._caller(request))
         chunks, whole = ChatChunks(prepared, model), ChatAnswer(prepared, model, body.metadata)
-        return await self._answers.respond(prepared, model, chunks, whole, record_of(request))
+        return await self._answers.respond(prepared, model, chunks, whole, state_of(request))
 
     async def _completion(self, request: Request, body: CompletionRequest, model: ServedModel) -> Response:
         prepared = await conversion.prepare_completion(body, model, self._caller(request))
         chunks, whole = CompletionChunks(prepared, model), CompletionAnswer(prepared, model)
-        return await self._answers.respond(prepared, model, chunks, whole, record_of(request))
+        return await self._answers.respond(prepared, model, chunks, whole, state_of(request))
 
 
 def create_app(
-    backend: Backend, config: GatewayConfig, models: ModelRegistry, observer: RequestObserver, *, sends_request_id: bool = True
+    backend: Backend,
+    config: GatewayConfig,
+    models: ModelRegistry,
+    observe: Callable[[], RequestObserver],
+    *,
+    sends_request_id: bool = True,
 ) -> FastAPI:
-    """The whole HTTP surface over `backend`: with Serve behind it in production, with an engine in process in tests."""
+    """The whole HTTP surface over `backend`: with Serve behind it in production, with an engine in process in tests. `observe`
+    makes the observer of one request."""
     api = HttpApi(backend, models, config)
 
     @asynccontextmanager
@@ -152,5 +157,5 @@ def create_app(
     ):
         app.add_route(path, guarded(endpoint), methods=[method])
     app.add_exception_handler(HTTPException, error_response)
-    app.add_middleware(RequestScope, tenant_header=config.tenant_header, observer=observer, sends_request_id=sends_request_id)
+    app.add_middleware(RequestScope, tenant_header=config.tenant_header, observe=observe, sends_request_id=sends_request_id)
     return app

@@ -16,7 +16,8 @@ from cluster.failures import ReplicaDied
 from cluster.generation.model_registry import ModelRegistry
 from cluster.settings.failover import FailoverPolicy
 from cluster.settings.gateway_config import GatewayConfig
-from cluster.telemetry.access_log import AccessRecord
+from cluster.telemetry.access_log import log_access
+from cluster.telemetry.request_record import RequestRecord, RequestRecorder
 from cluster.web.http_app import create_app
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.reporter import ReplicaIdentity, Reporter
@@ -109,7 +110,7 @@ class InProcessCluster:
     app: FastAPI
     backend: InProcessBackend
     replicas: list[Replica]
-    records: list[AccessRecord]
+    records: list[RequestRecord]
     add_replica: Callable[[], Awaitable[Replica]]
     """Starts one more, and returns when the router knows it."""
 
@@ -168,8 +169,8 @@ async def running_cluster(
         for _ in range(num_replicas):
             await add_replica()
         models = ModelRegistry([MODEL], backend, load_tokenizer=lambda source: tokenizer)
-        records: list[AccessRecord] = []
-        app = create_app(backend, config or NO_RESTARTS, models, records.append)
+        records: list[RequestRecord] = []
+        app = create_app(backend, config or NO_RESTARTS, models, lambda: RequestRecorder(log_access, records.append))
         await models.get(MODEL)
         try:
             yield InProcessCluster(app, backend, replicas, records, add_replica)

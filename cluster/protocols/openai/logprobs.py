@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.generation.choice_streams import ChoiceDelta
+from cluster.generation.choice_delta import ChoiceDelta
 from cluster.generation.prepared_generation import PreparedGeneration
 from replicas.request import TokenLogprob
 from replicas.sampling_params import SamplingParams

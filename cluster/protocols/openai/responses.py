@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.generation.choice_streams import ChoiceDelta
+from cluster.generation.choice_delta import ChoiceDelta
 from cluster.generation.prepared_generation import PreparedGeneration
 from cluster.generation.served_model import ServedModel
 from cluster.protocols.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs

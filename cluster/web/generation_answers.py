@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 
 from cluster.failures import answer_for
 from cluster.generation.backend import Backend
-from cluster.generation.choice_streams import ChoiceDelta, ChoiceStreams
+from cluster.generation.choice_delta import ChoiceDelta
+from cluster.generation.choice_streams import ChoiceStreams
 from cluster.generation.prepared_generation import PreparedGeneration
+from cluster.generation.request_events import Failed, Prepared
 from cluster.generation.served_model import ServedModel
+from cluster.generation.usage import Usage
 from cluster.protocols.openai.responses import usage_body
 from cluster.settings.failover import FailoverPolicy
-from cluster.telemetry.access_log import AccessRecord
+from cluster.web.request_scope import RequestState
 from cluster.web.server_sent_events import DONE, EventStream, event
-from replicas.request import FinishReason
 
 
 class Chunks(Protocol):
@@ -44,41 +45,31 @@ class GenerationAnswers:
         self._policy = policy
 
     async def respond(
-        self, prepared: PreparedGeneration, model: ServedModel, chunks: Chunks, whole: Whole, record: AccessRecord
+        self, prepared: PreparedGeneration, model: ServedModel, chunks: Chunks, whole: Whole, state: RequestState
     ) -> Response:
         """Returns a stream only once its first token is there, so that failing before it keeps its own status.
 
         Raises what `ChoiceStreams` raises.
         """
-        record.response_id = prepared.response_id
-        record.num_prompt_tokens = prepared.num_prompt_tokens
+        state.emit(Prepared(at_s=state.clock(), response_id=prepared.response_id, num_prompt_tokens=prepared.num_prompt_tokens))
+        streams = ChoiceStreams(prepared, model, self._backend, self._policy, state.emit, state.clock)
         if prepared.stream:
-            events = self._events(prepared, model, chunks, record)
+            events = self._events(prepared, streams, chunks, state)
             return EventStream(await anext(events), events)
-        async with aclosing(self._deltas(prepared, model, record)) as deltas:
-            async for delta in deltas:
+        async with streams:
+            async for delta in streams:
                 whole.add(delta)
         if prepared.params.prompt_logprobs is None:
-            return JSONResponse(whole.body(_usage(record)))
-        return await asyncio.to_thread(lambda: JSONResponse(whole.body(_usage(record))))  # long as the prompt is
-
-    async def _deltas(self, prepared: PreparedGeneration, model: ServedModel, record: AccessRecord) -> AsyncGenerator[ChoiceDelta, None]:
-        """Closing it cancels what still runs."""
-        if prepared.is_prompt_only:
-            for index in range(prepared.num_choices):
-                yield ChoiceDelta(index=index, finish_reason=FinishReason.LENGTH)
-            return
-        async with ChoiceStreams(prepared, model, self._backend, record, self._policy) as streams:
-            async for delta in streams:
-                yield delta
+            return JSONResponse(whole.body(_usage(streams.usage)))
+        return await asyncio.to_thread(lambda: JSONResponse(whole.body(_usage(streams.usage))))  # long as the prompt is
 
     async def _events(
-        self, prepared: PreparedGeneration, model: ServedModel, chunks: Chunks, record: AccessRecord
+        self, prepared: PreparedGeneration, streams: ChoiceStreams, chunks: Chunks, state: RequestState
     ) -> AsyncGenerator[bytes, None]:
         has_begun = False
-        async with aclosing(self._deltas(prepared, model, record)) as deltas:
+        async with streams:
             try:
-                async for delta in deltas:
+                async for delta in streams:
                     is_long = delta.prompt_logprobs is not None
                     added = await asyncio.to_thread(chunks.delta, delta) if is_long else chunks.delta(delta)
                     new = added if has_begun else [*chunks.start(), *added]
@@ -88,13 +79,13 @@ class GenerationAnswers:
             except Exception as error:  # the status is out: all that is left is an event
                 if not has_begun:
                     raise
-                answer = answer_for(error, record.request_id)
-                record.error = answer.code or answer.type
+                answer = answer_for(error, state.request_id)
+                state.emit(Failed(at_s=state.clock(), code=answer.code or answer.type))
                 yield event(answer.body())
                 return
         last = [] if has_begun else chunks.start()
         if prepared.include_usage:
-            last.append(chunks.usage(_usage(record)))
+            last.append(chunks.usage(_usage(streams.usage)))
         yield _join(last) + DONE
 
 
@@ -102,5 +93,5 @@ def _join(chunks: list[dict[str, Any]]) -> bytes:
     return b"".join(map(event, chunks))
 
 
-def _usage(record: AccessRecord) -> dict[str, Any]:
-    return usage_body(record.num_prompt_tokens, record.num_output_tokens, record.num_cached_tokens)
+def _usage(usage: Usage) -> dict[str, Any]:
+    return usage_body(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens)
