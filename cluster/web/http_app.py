@@ -13,18 +13,20 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.generation.backend import Backend
 from cluster.generation.model_registry import ModelRegistry
+from cluster.generation.request_context import RequestContext
 from cluster.generation.request_events import ModelFound, Parsed, RequestObserver
 from cluster.generation.served_model import ServedModel
 from cluster.protocols.openai import conversion, tokenization
 from cluster.protocols.openai.chat_request import ChatCompletionRequest
 from cluster.protocols.openai.completion_request import CompletionRequest
-from cluster.protocols.openai.conversion import Caller
 from cluster.protocols.openai.responses import ChatAnswer, ChatChunks, CompletionAnswer, CompletionChunks, model_list
 from cluster.protocols.openai.wire import parse_json_object
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.web.disconnect import run_until_disconnect
 from cluster.web.generation_answers import GenerationAnswers
+from cluster.web.principals import Principals
 from cluster.web.request_body import read_body
+from cluster.web.request_headers import context_of
 from cluster.web.request_scope import RequestScope, error_response, guarded, state_of
 from router.explanation import explanation
 
@@ -106,18 +108,21 @@ class HttpApi:
         state.emit(ModelFound(at_s=state.clock(), model=model.name))
         return model
 
-    def _caller(self, request: Request) -> Caller:
-        rules = self._config.priorities
-        asked = rules.asked_for(request.headers.get(rules.header))
-        return Caller(tenant=state_of(request).tenant, arrival_s=self._now_s(), asked_priority=asked, priorities=rules)
+    def _context(self, request: Request) -> RequestContext:
+        return context_of(
+            request.headers,
+            state_of(request).principal,
+            priority_header=self._config.priorities.header,
+            arrival_s=self._now_s(),
+        )
 
     async def _chat(self, request: Request, body: ChatCompletionRequest, model: ServedModel) -> Response:
-        prepared = await conversion.prepare_chat(body, model, self._caller(request))
+        prepared = await conversion.prepare_chat(body, model, self._context(request))
         chunks, whole = ChatChunks(prepared, model), ChatAnswer(prepared, model, body.metadata)
         return await self._answers.respond(prepared, model, chunks, whole, state_of(request))
 
     async def _completion(self, request: Request, body: CompletionRequest, model: ServedModel) -> Response:
-        prepared = await conversion.prepare_completion(body, model, self._caller(request))
+        prepared = await conversion.prepare_completion(body, model, self._context(request))
         chunks, whole = CompletionChunks(prepared, model), CompletionAnswer(prepared, model)
         return await self._answers.respond(prepared, model, chunks, whole, state_of(request))
 
@@ -157,5 +162,5 @@ def create_app(
     ):
         app.add_route(path, guarded(endpoint), methods=[method])
     app.add_exception_handler(HTTPException, error_response)
-    app.add_middleware(RequestScope, tenant_header=config.tenant_header, observe=observe, sends_request_id=sends_request_id)
+    app.add_middleware(RequestScope, principals=Principals(config), observe=observe, sends_request_id=sends_request_id)
     return app

@@ -17,7 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.failures import answer_for
 from cluster.generation.request_events import Abandoned, AnswerStarted, Begun, Ended, Failed, RequestEvent, RequestObserver
+from cluster.principal import Principal
 from cluster.web.disconnect import ClientDisconnected
+from cluster.web.principals import Principals
 
 REQUEST_ID_HEADER = "x-request-id"
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -30,7 +32,7 @@ class RequestState:
     """What belongs to one request from its head to its last byte."""
 
     request_id: str
-    tenant: str
+    principal: Principal
     clock: Callable[[], float]
     emit: Callable[[RequestEvent], None]
     """Tells the request's observer."""
@@ -43,7 +45,7 @@ class RequestScope:
         self,
         app: ASGIApp,
         *,
-        tenant_header: str,
+        principals: Principals,
         observe: Callable[[], RequestObserver],
         sends_request_id: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -53,7 +55,7 @@ class RequestScope:
         `sends_request_id` is off under Serve, whose proxy puts the id into every answer itself.
         """
         self._app = app
-        self._tenant_header = tenant_header.lower().encode()
+        self._principals = principals
         self._observe = observe
         self._sends_request_id = sends_request_id
         self._clock = clock
@@ -66,13 +68,15 @@ class RequestScope:
         observer = self._observe()
         state = RequestState(
             request_id=_request_id(headers.get(REQUEST_ID_HEADER.encode())),
-            tenant=headers.get(self._tenant_header, b"").decode("latin-1")[:128] or "default",
+            principal=self._principals.of(headers),
             clock=self._clock,
             emit=observer.see,
         )
         scope.setdefault("state", {})["request"] = state
         observer.begin(
-            Begun(at_s=self._clock(), request_id=state.request_id, method=scope["method"], path=scope["path"], tenant=state.tenant)
+            Begun(
+                at_s=self._clock(), request_id=state.request_id, method=scope["method"], path=scope["path"], tenant=state.principal.tenant
+            )
         )
 
         async def send_with_id(message: Message) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cluster.failures import BadRequest
 from cluster.generation.prepared_generation import PreparedGeneration
+from cluster.generation.request_context import RequestContext
 from cluster.generation.served_model import ServedModel
 from cluster.protocols.openai import chat_request, completion_request
 from cluster.protocols.openai.chat_request import ChatCompletionRequest
@@ -17,7 +17,6 @@ from cluster.protocols.openai.completion_request import CompletionRequest
 from cluster.protocols.openai.generation_fields import GenerationFields
 from cluster.protocols.openai.wire import parse_body, refuse_unsupported, shown
 from cluster.settings.limits import RequestLimits
-from cluster.settings.priorities import PriorityRules
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import TextTooLong
@@ -25,20 +24,6 @@ from replicas.text.tokenizer import TextTooLong
 T = TypeVar("T")
 
 DEFAULT_COMPLETION_TOKENS = 16  # the description's default of max_tokens for text completions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """Who asks, as the HTTP headers tell."""
-
-    tenant: str
-    arrival_s: float
-    asked_priority: int | None = None
-    """By the header; the body goes before it."""
-    priorities: PriorityRules = PriorityRules()
-
-    def priority(self, of_body: int | None) -> int:
-        return self.priorities.granted(self.tenant, self.asked_priority if of_body is None else of_body)
 
 
 def parse_chat_request(fields: Mapping[str, Any], limits: RequestLimits) -> ChatCompletionRequest:
@@ -79,7 +64,7 @@ def parse_completion_request(fields: Mapping[str, Any], limits: RequestLimits) -
     return body
 
 
-async def prepare_chat(body: ChatCompletionRequest, model: ServedModel, caller: Caller) -> PreparedGeneration:
+async def prepare_chat(body: ChatCompletionRequest, model: ServedModel, context: RequestContext) -> PreparedGeneration:
     """Renders, tokenizes and checks against the model. Raises BadRequest, ChatTemplateError."""
     continues = bool(body.continue_final_message)
     try:
@@ -96,7 +81,7 @@ async def prepare_chat(body: ChatCompletionRequest, model: ServedModel, caller: 
     return _prepare(
         body,
         model,
-        caller,
+        context,
         response_id=f"chatcmpl-{secrets.token_hex(12)}",
         prompts=[tuple(prompt_ids)],
         prompt_param="messages",
@@ -105,7 +90,7 @@ async def prepare_chat(body: ChatCompletionRequest, model: ServedModel, caller: 
     )
 
 
-async def prepare_completion(body: CompletionRequest, model: ServedModel, caller: Caller) -> PreparedGeneration:
+async def prepare_completion(body: CompletionRequest, model: ServedModel, context: RequestContext) -> PreparedGeneration:
     """Tokenizes and checks against the model. Raises BadRequest."""
     prompts: list[tuple[int, ...]] = []
     echoes: list[str] = []
@@ -124,7 +109,7 @@ async def prepare_completion(body: CompletionRequest, model: ServedModel, caller
     return _prepare(
         body,
         model,
-        caller,
+        context,
         response_id=f"cmpl-{secrets.token_hex(12)}",
         prompts=prompts,
         prompt_param="prompt",
@@ -170,7 +155,7 @@ def sampling_params(body: GenerationFields, *, max_tokens: int, logprobs: int | 
 def _prepare(
     body: GenerationFields,
     model: ServedModel,
-    caller: Caller,
+    context: RequestContext,
     *,
     response_id: str,
     prompts: list[tuple[int, ...]],
@@ -198,10 +183,10 @@ def _prepare(
                 prompt_ids=prompt,
                 params=params,
                 seed=seed,
-                priority=caller.priority(body.priority),
-                tenant=caller.tenant,
+                priority=context.priority(body.priority),
+                tenant=context.principal.tenant,
                 cache_salt=body.cache_salt or "",
-                arrival_s=caller.arrival_s,
+                arrival_s=context.arrival_s,
             )
             for index, prompt in enumerate(prompts)
         ),

@@ -1,0 +1,31 @@
+"""What the headers of a generation ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cluster.failures import BadRequest
+from cluster.generation.request_context import RequestContext
+from cluster.principal import Principal
+from cluster.settings.priorities import MAX_PRIORITY
+
+
+def context_of(headers: Mapping[str, str], principal: Principal, *, priority_header: str, arrival_s: float) -> RequestContext:
+    """`headers` are found whatever the case of their names. Raises BadRequest naming the header that is wrong."""
+    return RequestContext(principal=principal, arrival_s=arrival_s, asked_priority=asked_priority(headers, priority_header))
+
+
+def asked_priority(headers: Mapping[str, str], name: str) -> int | None:
+    """None without such a header. Raises BadRequest."""
+    value = headers.get(name)
+    if value is None:
+        return None
+    text = value.strip()
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(MAX_PRIORITY)) and int(digits) <= MAX_PRIORITY):
+        raise _bad_header(name, f"must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", text)
+    return int(text)
+
+
+def _bad_header(name: str, expected: str, text: str) -> BadRequest:
+    return BadRequest(f"Invalid value for header '{name}': {expected}, got {text[:40]!r}.", param=name, code="invalid_value")

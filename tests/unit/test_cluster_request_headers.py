@@ -1,0 +1,35 @@
+"""What the headers of a generation ask for, and how a wrong one is refused."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.datastructures import Headers
+
+from cluster.failures import BadRequest
+from cluster.generation.request_context import RequestContext
+from cluster.principal import Principal
+from cluster.web.request_headers import context_of
+
+PRINCIPAL = Principal(tenant="acme")
+
+
+def context(**headers: str) -> RequestContext:
+    """Of headers whose names are written with underscores."""
+    given = Headers({name.replace("_", "-"): value for name, value in headers.items()})
+    return context_of(given, PRINCIPAL, priority_header="X-Priority", arrival_s=12.5)
+
+
+def test_request_without_headers_asks_for_nothing() -> None:
+    assert context() == RequestContext(principal=PRINCIPAL, arrival_s=12.5)
+
+
+@pytest.mark.parametrize(("value", "priority"), [("3", 3), (" -12 ", -12), ("1000000", 1_000_000)])
+def test_priority_header_is_read(value: str, priority: int) -> None:
+    assert context(x_priority=value).asked_priority == priority
+
+
+@pytest.mark.parametrize("value", ["", "-", "high", "1.5", "1000001", "--1", "9" * 5000, "\u00b2"])
+def test_header_that_is_no_priority_is_refused_by_name(value: str) -> None:
+    with pytest.raises(BadRequest, match="X-Priority") as refused:
+        context(x_priority=value)
+    assert refused.value.param == "X-Priority"
