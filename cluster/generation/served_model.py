@@ -58,13 +58,3 @@ class ServedModel:
         )
         num_chars = sum(len(text) for message in messages for text in message.values())
         return encode() if num_chars <= SHORT_TEXT_CHARS and not template_kwargs else await asyncio.to_thread(encode)
-
-    def model_card(self) -> dict[str, Any]:
-        """The `Model` object of OpenAI's description, with the context length beside it."""
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.created_s,
-            "owned_by": "manta",
-            "max_model_len": self.description.max_model_len,
-        }

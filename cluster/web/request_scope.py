@@ -1,4 +1,4 @@
-"""What surrounds every request: its id in and out, who watches it, and errors as OpenAI bodies."""
+"""What surrounds every request: its id in and out, who asks, and who watches it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.datastructures import MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.failures import answer_for
-from cluster.generation.request_events import Abandoned, AnswerStarted, Begun, Ended, Failed, RequestEvent, RequestObserver
+from cluster.generation.request_events import Abandoned, AnswerStarted, Begun, Ended, RequestEvent, RequestObserver
 from cluster.principal import Principal
 from cluster.web.disconnect import ClientDisconnected
 from cluster.web.principals import Principals
@@ -95,38 +93,6 @@ class RequestScope:
             raise
         finally:
             observer.end(Ended(at_s=self._clock()))
-
-
-def guarded(endpoint: Endpoint) -> Endpoint:
-    """The endpoint with every exception turned into its answer. The one place where all exceptions are caught."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except ClientDisconnected:
-            raise
-        except Exception as error:  # noqa: BLE001 - the table has a row for all the rest, and logs it
-            return error_response(request, error)
-
-    answer.__name__ = getattr(endpoint, "__name__", "endpoint")
-    return answer
-
-
-def error_response(request: Request, error: Exception) -> JSONResponse:
-    state = state_of(request)
-    answer = answer_for(_located(request, error), state.request_id)
-    state.emit(Failed(at_s=state.clock(), code=answer.code or answer.type))
-    return JSONResponse(answer.body(), status_code=answer.status, headers=answer.headers)
-
-
-def _located(request: Request, error: Exception) -> Exception:
-    """The router's own 404 and 405, which tell nothing, with the request that they are about."""
-    if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
-        return error
-    asked = f"{request.method} {request.url.path[:200]}"
-    allowed = (error.headers or {}).get("Allow", "another method")
-    detail = f"Invalid URL ({asked})." if error.status_code == 404 else f"Invalid method ({asked}): use {allowed}."
-    return HTTPException(error.status_code, detail, headers=error.headers)
 
 
 def state_of(request: Request) -> RequestState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,8 @@ from fastapi import FastAPI
 
 from cluster.failures import ReplicaDied
 from cluster.generation.model_registry import ModelRegistry
+from cluster.protocols.dialect import Dialect
+from cluster.protocols.dialects import DIALECTS
 from cluster.settings.failover import FailoverPolicy
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.telemetry.access_log import log_access
@@ -131,6 +133,7 @@ async def running_cluster(
     router_config: RouterConfig | None = None,
     num_replicas: int = 1,
     make_engine: Callable[[], EchoEngine] | None = None,
+    dialects: Sequence[Dialect] = DIALECTS,
 ) -> AsyncIterator[InProcessCluster]:
     """A gateway application over `num_replicas` echo engines, all running until the context ends."""
     router_config = router_config or RouterConfig()
@@ -170,7 +173,7 @@ async def running_cluster(
             await add_replica()
         models = ModelRegistry([MODEL], backend, load_tokenizer=lambda source: tokenizer)
         records: list[RequestRecord] = []
-        app = create_app(backend, config or NO_RESTARTS, models, lambda: RequestRecorder(log_access, records.append))
+        app = create_app(backend, config or NO_RESTARTS, models, lambda: RequestRecorder(log_access, records.append), dialects=dialects)
         await models.get(MODEL)
         try:
             yield InProcessCluster(app, backend, replicas, records, add_replica)

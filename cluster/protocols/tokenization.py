@@ -11,7 +11,7 @@ from cluster.failures import BadRequest
 from cluster.generation.served_model import ServedModel
 from cluster.protocols.openai.chat_request import ChatMessage
 from cluster.protocols.openai.generation_fields import Identifier, Text
-from cluster.protocols.openai.wire import WireModel, parse_body, shown
+from cluster.protocols.wire import WireModel, parse_body, shown
 from cluster.settings.limits import RequestLimits
 
 
