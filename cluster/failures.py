@@ -36,6 +36,13 @@ class ModelNotFound(Exception):
         super().__init__(f"The model {name[:200]!r} does not exist. Served here: {', '.join(served)}.")
 
 
+class DecisionNotFound(Exception):
+    """The router keeps no decision on a request of that id; it knows only the last ones."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"No decision on {request_id[:200]!r} is kept: ids are those of answers, and only the last ones are known.")
+
+
 class Overloaded(Exception):
     """The router's queue is at its limit; the client should come back after `retry_after_s`."""
 
@@ -127,6 +134,7 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (ChatTemplateError, _Row(400, ErrorKind.INVALID_REQUEST, "invalid_chat_template_input", "messages")),
     (RequestRejected, _Row(400, ErrorKind.INVALID_REQUEST, "request_rejected")),
     (ModelNotFound, _Row(404, ErrorKind.NOT_FOUND, "model_not_found", "model")),
+    (DecisionNotFound, _Row(404, ErrorKind.NOT_FOUND, "decision_not_found", "request_id")),
     (BodyTooLarge, _Row(413, ErrorKind.TOO_LARGE, "body_too_large")),
     (Overloaded, _Row(429, ErrorKind.RATE_LIMIT, "rate_limit_exceeded")),
     (Unavailable, _Row(503, ErrorKind.UNAVAILABLE, "unavailable")),

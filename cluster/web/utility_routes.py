@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cluster.failures import DecisionNotFound
 from cluster.generation.backend import Backend
 from cluster.generation.model_registry import ModelRegistry
 from cluster.protocols import tokenization
@@ -74,11 +74,7 @@ class UtilityRoutes:
         request_id = request.path_params["request_id"]
         answers = await self._backend.explain(request_id)
         if not answers:
-            raise HTTPException(
-                404,
-                f'No decision on {request_id[:200]!r} is kept: ids are those of answers ("chatcmpl-..."), '
-                "and only the last ones are known.",
-            )
+            raise DecisionNotFound(request_id)
         return JSONResponse({"request_id": request_id, "answers": [explanation(answer) for answer in answers]})
 
 

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from cluster.failures import (
     BadRequest,
     BodyTooLarge,
+    DecisionNotFound,
     GenerationFailed,
     ModelNotFound,
     Overloaded,
@@ -34,6 +35,7 @@ from tests.unit.openai_schemas import check_schema
         (ChatTemplateError("roles must alternate"), 400, "invalid_request_error", "messages", "invalid_chat_template_input"),
         (RequestRejected("too long"), 400, "invalid_request_error", None, "request_rejected"),
         (ModelNotFound("x", ("a", "b")), 404, "invalid_request_error", "model", "model_not_found"),
+        (DecisionNotFound("x"), 404, "invalid_request_error", "request_id", "decision_not_found"),
         (BodyTooLarge("big"), 413, "invalid_request_error", None, "body_too_large"),
         (Overloaded("full", 2.0), 429, "rate_limit_error", None, "rate_limit_exceeded"),
         (Unavailable("down"), 503, "service_unavailable_error", None, "unavailable"),

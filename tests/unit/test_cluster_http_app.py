@@ -235,7 +235,8 @@ async def test_explain_tells_why_a_request_went_where_it_went(default_tokenizer:
             assert one["candidates"][0]["cost_s"] == pytest.approx(sum(one["candidates"][0]["terms"].values()), abs=1e-3)
         missing = await client.get("/debug/router/explain/nobody")
         assert missing.status_code == 404
-        assert "nobody" in missing.json()["error"]["message"]
+        assert missing.json()["error"]["code"] == "decision_not_found"
+        assert "No decision on 'nobody' is kept" in missing.json()["error"]["message"]
 
 
 async def test_priority_header_sets_the_tier_and_a_wrong_one_is_refused(default_tokenizer: Tokenizer) -> None:
