@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from cluster.generation.model_registry import ModelRegistry
+from cluster.models.model_registry import ModelRegistry
 from cluster.serve.serve_backend import ServeBackend
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.telemetry.access_log import log_access

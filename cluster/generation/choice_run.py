@@ -9,16 +9,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from cluster.backend import Backend
 from cluster.failures import GenerationFailed, ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, Unavailable
-from cluster.generation.backend import Backend
 from cluster.generation.choice_delta import ChoiceDelta
 from cluster.generation.decisions import Decisions
 from cluster.generation.pair_stream import PairGivenUp, PairStream, PrefillBooking
 from cluster.generation.prompt_scores import PromptScores
 from cluster.generation.replica_losses import ReplicaLosses
 from cluster.generation.request_events import Dispatched, Lost, Moved, Part, Recomputed, RequestEvent, Resumed
-from cluster.generation.served_model import ServedModel
 from cluster.generation.stream_journal import StreamJournal
+from cluster.models.served_model import ServedModel
 from cluster.settings.failover import FailoverPolicy
 from replicas.handoff.paired_progress import RecomputeReason
 from replicas.request import FinishReason, GenerationRequest, RequestProgress

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from types import TracebackType
 
-from cluster.generation.backend import Backend
+from cluster.backend import Backend
 from cluster.generation.choice_delta import ChoiceDelta
 from cluster.generation.choice_run import ChoiceRun, Surroundings
 from cluster.generation.decisions import Decisions
@@ -16,8 +16,8 @@ from cluster.generation.pair_stream import PrefillBooking
 from cluster.generation.prepared_generation import PreparedGeneration
 from cluster.generation.prompt_scores import PromptScores
 from cluster.generation.request_events import ChoiceFinished, Decided, FirstToken, GenerationEnded, RequestEvent
-from cluster.generation.served_model import ServedModel
 from cluster.generation.usage import Usage
+from cluster.models.served_model import ServedModel
 from cluster.settings.failover import FailoverPolicy
 from replicas.request import FinishReason, GenerationRequest
 from router.snapshot import Decision

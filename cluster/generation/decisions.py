@@ -7,10 +7,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+from cluster.backend import Backend
 from cluster.failures import Overloaded, RouterGone, Unavailable
-from cluster.generation.backend import Backend
 from cluster.generation.prepared_generation import routing_request
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 from cluster.settings.failover import FailoverPolicy
 from replicas.request import GenerationRequest
 from router.snapshot import Decision, Rejection, RoutingRequest

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Protocol
 
+from cluster.backend import Backend
 from cluster.failures import ReplicaGone, ReplicaHung, ReplicaLeft
-from cluster.generation.backend import Backend
 from cluster.generation.request_events import Part
 from cluster.generation.stream_journal import StreamJournal
 from replicas.engine_config import Role

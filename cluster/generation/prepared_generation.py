@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.generation.request_context import RequestContext
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 from kvcache.hashing import CacheIdentity, block_keys
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams

@@ -11,8 +11,8 @@ from cluster.failures import ErrorAnswer
 from cluster.generation.choice_delta import ChoiceDelta
 from cluster.generation.prepared_generation import PreparedGeneration
 from cluster.generation.request_context import RequestContext
-from cluster.generation.served_model import ServedModel
 from cluster.generation.usage import Usage
+from cluster.models.served_model import ServedModel
 from cluster.settings.limits import RequestLimits
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 
 
 def model_card(model: ServedModel) -> dict[str, Any]:

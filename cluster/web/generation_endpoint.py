@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator, Callable
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cluster.backend import Backend
 from cluster.failures import answer_for
-from cluster.generation.backend import Backend
 from cluster.generation.choice_streams import ChoiceStreams
-from cluster.generation.model_registry import ModelRegistry
 from cluster.generation.request_context import RequestContext
 from cluster.generation.request_events import Failed, ModelFound, Parsed, Prepared
-from cluster.generation.served_model import ServedModel
+from cluster.models.model_registry import ModelRegistry
+from cluster.models.served_model import ServedModel
 from cluster.protocols.dialect import AnswerWriter, Dialect, ParsedCall, StreamWriter
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.web.disconnect import run_until_disconnect

@@ -10,9 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.generation.backend import Backend
-from cluster.generation.model_registry import ModelRegistry
+from cluster.backend import Backend
 from cluster.generation.request_events import RequestObserver
+from cluster.models.model_registry import ModelRegistry
 from cluster.protocols.dialect import Dialect
 from cluster.protocols.dialects import DEFAULT_DIALECT, DIALECTS
 from cluster.settings.gateway_config import GatewayConfig

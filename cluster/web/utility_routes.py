@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cluster.backend import Backend
 from cluster.failures import DecisionNotFound
-from cluster.generation.backend import Backend
-from cluster.generation.model_registry import ModelRegistry
+from cluster.models.model_registry import ModelRegistry
 from cluster.protocols import tokenization
 from cluster.protocols.model_cards import model_card, model_list
 from cluster.protocols.wire import parse_json_object

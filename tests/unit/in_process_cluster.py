@@ -13,7 +13,7 @@ import httpx
 from fastapi import FastAPI
 
 from cluster.failures import ReplicaDied
-from cluster.generation.model_registry import ModelRegistry
+from cluster.models.model_registry import ModelRegistry
 from cluster.protocols.dialect import Dialect
 from cluster.protocols.dialects import DIALECTS
 from cluster.settings.failover import FailoverPolicy

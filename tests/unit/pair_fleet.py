@@ -12,7 +12,7 @@ from typing import Any
 from cluster.failures import ReplicaDied, ReplicaGone
 from cluster.generation.choice_streams import ChoiceStreams
 from cluster.generation.prepared_generation import PreparedGeneration
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 from cluster.settings.failover import FailoverPolicy
 from cluster.telemetry.request_record import RequestRecord
 from replicas.engine.async_engine import AsyncEngine

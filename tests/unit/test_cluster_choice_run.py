@@ -16,7 +16,7 @@ from cluster.generation.decisions import Decisions
 from cluster.generation.pair_stream import PrefillBooking
 from cluster.generation.prompt_scores import PromptScores
 from cluster.generation.request_events import Dispatched, Lost, Moved, RequestEvent, Resumed
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 from cluster.settings.failover import FailoverPolicy
 from replicas.engine_config import Role
 from replicas.model_description import ModelDescription

@@ -11,8 +11,8 @@ from cluster.failures import GenerationFailed
 from cluster.generation.choice_streams import ChoiceStreams
 from cluster.generation.prepared_generation import PreparedGeneration
 from cluster.generation.request_events import ChoiceFinished, Decided, Dispatched, FirstToken, GenerationEnded, RequestEvent
-from cluster.generation.served_model import ServedModel
 from cluster.generation.usage import Usage
+from cluster.models.served_model import ServedModel
 from cluster.settings.failover import FailoverPolicy
 from replicas.engine_config import Role
 from replicas.model_description import ModelDescription

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.failures import Overloaded, RouterGone, Unavailable
 from cluster.generation.decisions import Decisions
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 from cluster.settings.failover import FailoverPolicy
 from replicas.model_description import ModelDescription
 from replicas.request import GenerationRequest

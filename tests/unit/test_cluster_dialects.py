@@ -16,8 +16,8 @@ from cluster.failures import BadRequest, ErrorAnswer
 from cluster.generation.choice_delta import ChoiceDelta
 from cluster.generation.prepared_generation import PreparedGeneration, prepare_generation
 from cluster.generation.request_context import RequestContext
-from cluster.generation.served_model import ServedModel
 from cluster.generation.usage import Usage
+from cluster.models.served_model import ServedModel
 from cluster.protocols.dialects import DIALECTS
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.settings.limits import RequestLimits

@@ -10,7 +10,7 @@ import pytest
 from cluster.failures import BadRequest
 from cluster.generation.prepared_generation import PreparedGeneration
 from cluster.generation.request_context import RequestContext
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 from cluster.principal import Principal
 from cluster.protocols.openai.chat import ChatDialect, ParsedChat
 from cluster.protocols.openai.completions import CompletionDialect, ParsedCompletion

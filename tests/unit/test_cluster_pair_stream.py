@@ -12,7 +12,7 @@ from cluster.failures import GenerationFailed, ReplicaDied, ReplicaHung, Replica
 from cluster.generation.choice_delta import ChoiceDelta
 from cluster.generation.choice_streams import ChoiceStreams
 from cluster.generation.prepared_generation import PreparedGeneration, routing_request
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 from cluster.settings.failover import FailoverPolicy
 from cluster.telemetry.request_record import RequestRecord
 from replicas.model_description import ModelDescription

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.generation.prepared_generation import PreparedGeneration
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

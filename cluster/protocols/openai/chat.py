@@ -10,7 +10,7 @@ from typing import Any
 from cluster.failures import BadRequest
 from cluster.generation.prepared_generation import PreparedGeneration
 from cluster.generation.request_context import RequestContext
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 from cluster.protocols.openai.answer_form import AnswerForm
 from cluster.protocols.openai.chat_answers import ChatAnswer, ChatEvents
 from cluster.protocols.openai.chat_request import UNSUPPORTED, ChatCompletionRequest

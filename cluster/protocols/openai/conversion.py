@@ -9,7 +9,7 @@ from typing import TypeVar
 from cluster.failures import BadRequest
 from cluster.generation.prepared_generation import prepare_generation
 from cluster.generation.request_context import RequestContext
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 from cluster.protocols.openai.answer_form import AnswerForm
 from cluster.protocols.openai.generation_fields import GenerationFields
 from cluster.protocols.wire import shown

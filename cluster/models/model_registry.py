@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import Context
 
+from cluster.backend import Backend
 from cluster.failures import ModelNotFound, ReplicaGone, Unavailable
-from cluster.generation.backend import Backend
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 from replicas.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
