@@ -70,6 +70,7 @@ def prepare_generation(
             tenant=context.principal.tenant,
             cache_salt=cache_salt,
             arrival_s=context.arrival_s,
+            trace_context=context.trace_context,
         )
         for index, prompt in enumerate(prompts)
     )
@@ -97,5 +98,6 @@ def routing_request(model: str, request: GenerationRequest, *, block_size: int, 
         deadline_s=request.deadline_s,
         arrival_s=request.arrival_s,
         attempt=request.attempt,
+        trace_context=request.trace_context,
         is_whole=request.wants_prompt_logprobs or request.ends_with_its_first_token,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.principal import Principal
+from replicas.request import TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,7 @@ class RequestContext:
     """Unix time."""
     asked_priority: int | None = None
     """By the header; a field of the body goes before it."""
+    trace_context: TraceContext = TraceContext()
 
     def priority(self, of_body: int | None) -> int:
         """The priority that the request gets."""

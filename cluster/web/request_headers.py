@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from starlette.datastructures import Headers
 
 from cluster.failures import BadRequest
 from cluster.generation.request_context import RequestContext
 from cluster.principal import Principal
 from cluster.settings.priorities import MAX_PRIORITY
+from cluster.web.trace_headers import trace_context_of
 
 
-def context_of(headers: Mapping[str, str], principal: Principal, *, priority_header: str, arrival_s: float) -> RequestContext:
-    """`headers` are found whatever the case of their names. Raises BadRequest naming the header that is wrong."""
-    return RequestContext(principal=principal, arrival_s=arrival_s, asked_priority=asked_priority(headers, priority_header))
+def context_of(headers: Headers, principal: Principal, *, priority_header: str, arrival_s: float) -> RequestContext:
+    """Raises BadRequest naming the header that is wrong."""
+    return RequestContext(
+        principal=principal,
+        arrival_s=arrival_s,
+        asked_priority=_asked_priority(headers, priority_header),
+        trace_context=trace_context_of(headers),
+    )
 
 
-def asked_priority(headers: Mapping[str, str], name: str) -> int | None:
+def _asked_priority(headers: Headers, name: str) -> int | None:
     """None without such a header. Raises BadRequest."""
     value = headers.get(name)
     if value is None:

@@ -55,12 +55,14 @@ class Replica:
 
 
 class InProcessBackend:
-    """The gateway's Backend over engines of this process."""
+    """The gateway's Backend over engines of this process. Remembers what it was asked."""
 
     def __init__(self, router: AsyncRouter, replicas: dict[str, Replica]) -> None:
         self._router = router
         self._line = line_to(router)
         self.replicas = replicas  # replica id -> replica
+        self.routed: list[RoutingRequest] = []
+        self.sent: list[GenerationRequest] = []
 
     def start(self) -> None:
         return None
@@ -72,11 +74,13 @@ class InProcessBackend:
         return next(iter(self.replicas.values())).engine.description
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
+        self.routed.append(request)
         return await self._line.acquire(request)
 
     async def generate(
         self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
     ) -> AsyncGenerator[RequestProgress, None]:
+        self.sent.append(request)
         stream = self.replicas[replica_id].asynchronous.generate(request)
         try:
             async for progress in stream:
