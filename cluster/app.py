@@ -42,7 +42,8 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=config.gateway.drain_s,
         graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
     )
-    return gateway.bind(config.gateway, router, replicas, log_level)
+    targets = {model.name: model.targets for model in config.models}
+    return gateway.bind(config.gateway, router, replicas, targets, log_level)
 
 
 def _replicas(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cluster.generation.request_context import RequestContext
 from cluster.models.served_model import ServedModel
+from cluster.settings.latency_targets import LatencyTarget
 from kvcache.hashing import CacheIdentity, block_keys
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ class PreparedGeneration:
     stream: bool = False
     is_prompt_only: bool = False
     """Zero tokens were asked for: the prompt is checked and echoed, nothing runs."""
+    target: LatencyTarget | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -60,6 +62,7 @@ def prepare_generation(
     """
     seed = secrets.randbits(63) if params.seed is None else params.seed
     priority = context.priority(asked_priority)
+    target = None if is_prompt_only else context.target(model.targets, priority)
     requests = tuple(
         GenerationRequest(
             request_id=f"{response_id}-{index}",
@@ -70,19 +73,27 @@ def prepare_generation(
             tenant=context.principal.tenant,
             cache_salt=cache_salt,
             arrival_s=context.arrival_s,
+            deadline_s=None if target is None or target.ttft_s is None else context.arrival_s + target.ttft_s,
             trace_context=context.trace_context,
         )
         for index, prompt in enumerate(prompts)
     )
     return PreparedGeneration(
-        response_id=response_id, model=model.name, requests=requests, params=params, stream=stream, is_prompt_only=is_prompt_only
+        response_id=response_id,
+        model=model.name,
+        requests=requests,
+        params=params,
+        stream=stream,
+        is_prompt_only=is_prompt_only,
+        target=target,
     )
 
 
 def routing_request(model: str, request: GenerationRequest, *, block_size: int, weights_version: str, num_choices: int) -> RoutingRequest:
     """What the router needs to know of a prompt: its size and the keys of its full blocks, unless none may be reused.
 
-    Whoever computes log-probabilities of a prompt computes it from its first token on, and goes on alone.
+    Whoever computes log-probabilities of a prompt computes it from its first token on, and goes on alone. Once a token is out, no
+    deadline of the first one is left: it must not make a request that lost its replica look late.
     """
     reusable_ids = () if request.wants_prompt_logprobs else request.prompt_ids
     identity = CacheIdentity(salt=request.cache_salt, adapter_id=request.adapter_id, weights_version=weights_version)
@@ -95,7 +106,7 @@ def routing_request(model: str, request: GenerationRequest, *, block_size: int, 
         num_choices=num_choices,
         priority=request.priority,
         tenant=request.tenant,
-        deadline_s=request.deadline_s,
+        deadline_s=None if request.output_ids else request.deadline_s,
         arrival_s=request.arrival_s,
         attempt=request.attempt,
         trace_context=request.trace_context,

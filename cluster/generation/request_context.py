@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.principal import Principal
+from cluster.settings.latency_targets import LatencyTarget, target_for
 from replicas.request import TraceContext
 
 
@@ -17,7 +19,14 @@ class RequestContext:
     """Unix time."""
     asked_priority: int | None = None
     """By the header; a field of the body goes before it."""
+    asked_ttft_s: float | None = None
+    asked_tpot_s: float | None = None
     trace_context: TraceContext = TraceContext()
+
+    def target(self, targets: Sequence[LatencyTarget], priority: int) -> LatencyTarget | None:
+        """What counts for the request, of its model's `targets`. Headers can only make it stricter."""
+        target = target_for(targets, priority)
+        return None if target is None else target.lowered(self.asked_ttft_s, self.asked_tpot_s)
 
     def priority(self, of_body: int | None) -> int:
         """The priority that the request gets."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from cluster.generation.usage import Usage
+from cluster.settings.latency_targets import LatencyTarget
 from replicas.handoff.paired_progress import RecomputeReason
 from replicas.request import FinishReason
 
@@ -56,6 +57,9 @@ class Prepared(RequestEvent):
 
     response_id: str
     num_prompt_tokens: int
+    num_choices: int = 1
+    """Of all prompts together."""
+    target: LatencyTarget | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from cluster.settings.latency_targets import LatencyTarget
 from replicas.model_description import ModelDescription
 from replicas.text.tokenizer import Tokenizer
 
@@ -18,11 +19,15 @@ SHORT_TEXT_CHARS = 1000
 class ServedModel:
     """Owns the tokenizer of one model. Work on text that is not short runs in a thread, off the event loop."""
 
-    def __init__(self, name: str, description: ModelDescription, tokenizer: Tokenizer, created_s: int) -> None:
+    def __init__(
+        self, name: str, description: ModelDescription, tokenizer: Tokenizer, created_s: int, targets: Sequence[LatencyTarget] = ()
+    ) -> None:
+        """`targets` are in ascending order of their priorities."""
         self.name = name
         self.description = description
         self.tokenizer = tokenizer
         self.created_s = created_s
+        self.targets = tuple(targets)
         facts = f"{name}:{description.tokenizer_source}:{description.dtype}:{description.weights_version}"
         self.fingerprint = f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 

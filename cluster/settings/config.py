@@ -18,6 +18,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from cluster.settings.gateway_config import GatewayConfig
+from cluster.settings.latency_targets import LatencyTarget, check_targets
 from cluster.settings.pool_config import Mode, PlacementStrategy, Pool, PoolConfig, merged_pool
 from replicas.engine_config import EngineConfig, Role
 from replicas.model.default_model import DEFAULT_MODEL_NAME
@@ -49,6 +50,10 @@ class ModelConfig:
     """How long a replica that is stopped (redeploy, scale-down, node drain) lets its requests end by themselves. What still
     runs then goes on on another replica."""
     engine: EngineConfig = EngineConfig()
+    targets: tuple[LatencyTarget, ...] = ()
+    """How fast requests should be answered, by priority, e.g. [{priority: 0, ttft_s: 2.0, tpot_s: 0.1}, {priority: 10, ttft_s: 60}]: an
+    entry counts for its priority and less urgent ones, up to the next entry. Clients may lower theirs by `X-TTFT-Target-Ms` and
+    `X-TPOT-Target-Ms`. Empty: none has a target."""
     prefill: PoolConfig | None = None
     """In mode disaggregated: the replicas that compute prompts; one when left out."""
     decode: PoolConfig | None = None
@@ -59,6 +64,7 @@ class ModelConfig:
             raise ValueError(f"name must be letters, digits and ._:/- (at most 200), got {self.name!r}")
         if not 0 <= self.drain_s <= MAX_DRAIN_S:
             raise ValueError(f"drain_s must be from 0 to {MAX_DRAIN_S:g}, got {self.drain_s}")
+        check_targets(self.targets)
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
         if self.engine.role != "unified":

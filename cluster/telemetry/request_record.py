@@ -25,6 +25,7 @@ from cluster.generation.request_events import (
     RequestEvent,
     Resumed,
 )
+from cluster.settings.latency_targets import LatencyTarget
 
 CLIENT_CLOSED = 499  # nginx's name for a client that left before its answer; seen in log and metrics only
 CLIENT_LEFT = "client disconnected"
@@ -43,6 +44,8 @@ class RequestRecord:
     response_id: str | None = None
     model: str | None = None
     status: int | None = None
+    num_choices: int = 1
+    target: LatencyTarget | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
@@ -78,6 +81,15 @@ class RequestRecord:
         return None if self.first_token_s is None else self.first_token_s - self.started_s
 
     @property
+    def tpot_s(self) -> float | None:
+        """Mean time between two tokens of a choice, until the end. Choices run side by side: the time per token of one choice is what
+        a reader sees. None without a second token."""
+        num_gaps = self.num_output_tokens - self.num_choices
+        if self.first_token_s is None or self.finished_s is None or num_gaps <= 0:
+            return None
+        return (self.finished_s - self.first_token_s) * self.num_choices / num_gaps
+
+    @property
     def prediction_ratio(self) -> float | None:
         """Actual over predicted time from decision to first token; None after a loss on the way, which nobody predicts."""
         if self.first_token_s is None or self.decided_s is None or not self.predicted_ttft_s:
@@ -98,7 +110,8 @@ class RequestRecord:
             case ModelFound():
                 self.model = event.model
             case Prepared():
-                self.response_id, self.num_prompt_tokens = event.response_id, event.num_prompt_tokens
+                self.response_id, self.target = event.response_id, event.target
+                self.num_prompt_tokens, self.num_choices = event.num_prompt_tokens, event.num_choices
             case GenerationEnded():
                 self.num_cached_tokens, self.num_output_tokens = event.usage.num_cached_tokens, event.usage.num_output_tokens
             case AnswerStarted():

@@ -53,7 +53,15 @@ class GenerationEndpoint:
         """Returns a stream only once its first token is there, so that failing before it keeps its own status."""
         prepared = await call.prepare(model, context)
         generation = prepared.generation
-        state.emit(Prepared(at_s=state.clock(), response_id=generation.response_id, num_prompt_tokens=generation.num_prompt_tokens))
+        state.emit(
+            Prepared(
+                at_s=state.clock(),
+                response_id=generation.response_id,
+                num_prompt_tokens=generation.num_prompt_tokens,
+                num_choices=generation.num_choices,
+                target=generation.target,
+            )
+        )
         streams = ChoiceStreams(generation, model, self._backend, self._config.failover, state.emit, state.clock)
         if generation.stream:
             events = self._events(streams, prepared.stream_writer(), state)

@@ -18,6 +18,7 @@ from cluster.protocols.dialect import Dialect
 from cluster.protocols.dialects import DIALECTS
 from cluster.settings.failover import FailoverPolicy
 from cluster.settings.gateway_config import GatewayConfig
+from cluster.settings.latency_targets import LatencyTarget
 from cluster.telemetry.access_log import log_access
 from cluster.telemetry.request_record import RequestRecord, RequestRecorder
 from cluster.web.http_app import create_app
@@ -138,6 +139,7 @@ async def running_cluster(
     num_replicas: int = 1,
     make_engine: Callable[[], EchoEngine] | None = None,
     dialects: Sequence[Dialect] = DIALECTS,
+    targets: Sequence[LatencyTarget] = (),
 ) -> AsyncIterator[InProcessCluster]:
     """A gateway application over `num_replicas` echo engines, all running until the context ends."""
     router_config = router_config or RouterConfig()
@@ -175,7 +177,7 @@ async def running_cluster(
 
         for _ in range(num_replicas):
             await add_replica()
-        models = ModelRegistry([MODEL], backend, load_tokenizer=lambda source: tokenizer)
+        models = ModelRegistry([MODEL], backend, targets={MODEL: targets}, load_tokenizer=lambda source: tokenizer)
         records: list[RequestRecord] = []
         app = create_app(backend, config or NO_RESTARTS, models, lambda: RequestRecorder(log_access, records.append), dialects=dialects)
         await models.get(MODEL)

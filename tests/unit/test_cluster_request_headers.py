@@ -28,6 +28,19 @@ def test_priority_header_is_read(value: str, priority: int) -> None:
     assert context(x_priority=value).asked_priority == priority
 
 
+def test_target_headers_are_milliseconds() -> None:
+    asked = context(x_ttft_target_ms="1500", x_tpot_target_ms=" 40 ")
+    assert (asked.asked_ttft_s, asked.asked_tpot_s) == (1.5, 0.04)
+
+
+@pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "soon", "86400001", "9" * 5000, "\u00b2"])
+@pytest.mark.parametrize("name", ["X-TTFT-Target-Ms", "X-TPOT-Target-Ms"])
+def test_header_that_is_no_target_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(BadRequest, match=name) as refused:
+        context(**{name.replace("-", "_"): value})
+    assert (refused.value.param, refused.value.code) == (name, "invalid_value")
+
+
 @pytest.mark.parametrize("value", ["", "-", "high", "1.5", "1000001", "--1", "9" * 5000, "\u00b2"])
 def test_header_that_is_no_priority_is_refused_by_name(value: str) -> None:
     with pytest.raises(BadRequest, match="X-Priority") as refused:
