@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.settings.latency_targets import LatencyTarget, check_targets
-from cluster.settings.pool_config import Mode, PlacementStrategy, Pool, PoolConfig, merged_pool
+from cluster.settings.pool_config import Mode, PlacementStrategy, PoolConfig, ResolvedPool, resolved_pool
 from replicas.engine_config import EngineConfig, Role
 from replicas.model.default_model import DEFAULT_MODEL_NAME
 from router.config import RouterConfig
@@ -80,10 +80,10 @@ class ModelConfig:
             raise ValueError("engine.dtype must be named when the pools differ in device or runner: auto may choose another for each")
 
     @property
-    def pools(self) -> tuple[Pool, ...]:
+    def pools(self) -> tuple[ResolvedPool, ...]:
         """One of role unified, or one of role prefill and one of role decode."""
         if self.mode == "unified":
-            unified = Pool(
+            unified = ResolvedPool(
                 role="unified",
                 num_replicas=1 if self.num_replicas is None else self.num_replicas,
                 num_cpus=self.num_cpus,
@@ -92,10 +92,10 @@ class ModelConfig:
                 engine=self.engine,
             )
             return (unified,)
-        return self._merged_pool("prefill", self.prefill), self._merged_pool("decode", self.decode)
+        return self._resolved_pool("prefill", self.prefill), self._resolved_pool("decode", self.decode)
 
-    def _merged_pool(self, role: Role, config: PoolConfig | None) -> Pool:
-        return merged_pool(
+    def _resolved_pool(self, role: Role, config: PoolConfig | None) -> ResolvedPool:
+        return resolved_pool(
             role,
             config or PoolConfig(),
             num_cpus=self.num_cpus,
