@@ -11,7 +11,7 @@ _MAX_TENANT_CHARS = 128
 
 
 class Principals:
-    """Knows the rules of the configuration. A tenant is whoever the header names: whoever is in front must have checked it."""
+    """Knows the rules of the configuration. The tenant header is believed: a proxy in front must have checked it."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._tenant_header = config.tenant_header.lower().encode()
