@@ -96,5 +96,5 @@ def _bundles(pool: ResolvedPool) -> dict[str, Any]:
 
 
 def _shell(deployment: Any) -> Deployment:
-    """What `serve.deployment` made of a class; type checkers still see the class."""
+    """The deployment that `serve.deployment` made of a class; type checkers still see the class."""
     return deployment

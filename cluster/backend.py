@@ -1,4 +1,4 @@
-"""What the gateway needs from the rest of the cluster. Serve implements it with actors, tests with an engine in process."""
+"""The rest of the cluster as the gateway needs it. Serve implements it with actors, tests with an engine in process."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ class Backend(Protocol):
         ...
 
     async def explain(self, request_id: str) -> list[Decision | Rejection]:
-        """What the router decided lately on a request and its resends. Raises RouterGone."""
+        """Recent decisions of the router on a request and its resends. Raises RouterGone."""
         ...

@@ -92,7 +92,7 @@ class RouterGone(Exception):
 
 
 class ErrorKind(StrEnum):
-    """What a client can do about an error; each dialect has its own words for it."""
+    """Kinds of errors, by what a client can do about them; each dialect has its own words."""
 
     INVALID_REQUEST = "invalid_request"
     NOT_FOUND = "not_found"

@@ -1,4 +1,4 @@
-"""What one choice adds to an answer."""
+"""One piece of an answer."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _CUT = (FinishReason.CANCELLED, FinishReason.FAILED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the choices of one HTTP request share."""
+    """Collaborators that all choices of one HTTP request share."""
 
     model: ServedModel
     backend: Backend
@@ -94,7 +94,7 @@ class ChoiceRun:
             for lease_id in leases:
                 around.backend.release(lease_id, self.num_tokens)
 
-    # What the stream of a pair tells.
+    # PairListener: told by the stream of a pair.
 
     def sent_to(self, replica_id: str, part: Part) -> None:
         self._around.emit(Dispatched(at_s=self._around.clock(), index=self._index, replica_id=replica_id, part=part))
@@ -148,7 +148,7 @@ class ChoiceRun:
         """Gives the reader what is new; True when that was the last of it. Raises ReplicaLeft, GenerationFailed."""
         if progress.token_ids and (pause_s := self._losses.take_pause()) is not None:
             self._around.emit(Resumed(at_s=self._around.clock(), index=self._index, pause_s=pause_s))
-        # What came before a bad ending may come in one message with it, and is the client's all the same.
+        # Tokens before a bad ending may come in one message with it, and are the client's all the same.
         is_cut = progress.finish_reason in _CUT
         delta = self._text.push(replace(progress, finish_reason=None) if is_cut else progress)
         is_finished = delta.finish_reason is not None

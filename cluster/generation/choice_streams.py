@@ -65,7 +65,7 @@ class ChoiceStreams:
 
     @property
     def usage(self) -> Usage:
-        """Of what the reader has taken so far."""
+        """Counts what the reader has taken so far."""
         return Usage(
             num_prompt_tokens=self._prepared.num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,

@@ -36,7 +36,7 @@ class PairListener(Protocol):
         ...
 
     def prefill_lost(self, error: ReplicaGone) -> None:
-        """What it raises ends the pair: PairGivenUp, or the reason why the choice ends."""
+        """An exception raised here ends the pair: PairGivenUp, or the reason why the choice ends."""
         ...
 
     def recomputes(self, reason: RecomputeReason) -> None:
@@ -45,7 +45,7 @@ class PairListener(Protocol):
 
 
 class PrefillBooking:
-    """What a decision booked on its prefill replica; ended once, when all its choices are done there."""
+    """The booking of a decision on its prefill replica; ended once, when all its choices are done there."""
 
     def __init__(self, backend: Backend, decision: Decision, num_choices: int) -> None:
         self._backend = backend

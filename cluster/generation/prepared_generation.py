@@ -90,9 +90,9 @@ def prepare_generation(
 
 
 def routing_request(model: str, request: GenerationRequest, *, block_size: int, weights_version: str, num_choices: int) -> RoutingRequest:
-    """What the router needs to know of a prompt: its size and the keys of its full blocks, unless none may be reused.
+    """A prompt as the router needs to know it: its size and the keys of its full blocks, unless none may be reused.
 
-    Whoever computes log-probabilities of a prompt computes it from its first token on, and goes on alone. Once a token is out, no
+    A replica that computes log-probabilities of a prompt computes all of it, and continues alone. Once a token is out, no
     deadline of the first one is left: it must not make a request that lost its replica look late.
     """
     reusable_ids = () if request.wants_prompt_logprobs else request.prompt_ids

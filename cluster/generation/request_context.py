@@ -1,4 +1,4 @@
-"""What the edge knows of a request besides its body."""
+"""All that the edge knows of a request besides its body."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RequestContext:
     trace_context: TraceContext = TraceContext()
 
     def target(self, targets: Sequence[LatencyTarget], priority: int) -> LatencyTarget | None:
-        """What counts for the request, of its model's `targets`. Headers can only make it stricter."""
+        """The one of its model's `targets` that counts for the request. Headers can only make it stricter."""
         target = target_for(targets, priority)
         return None if target is None else target.lowered(self.asked_ttft_s, self.asked_tpot_s)
 

@@ -1,4 +1,4 @@
-"""What happens to one HTTP request, as typed events, and the Protocol of those who watch.
+"""Typed events of one HTTP request, and the Protocol of those who watch it.
 
 A handful per request, none per token. Times are seconds of one monotonic clock.
 """
@@ -14,7 +14,7 @@ from replicas.handoff.paired_progress import RecomputeReason
 from replicas.request import FinishReason
 
 Part = Literal["whole", "prefill", "decode"]
-"""What a replica does of a choice: all of it, or one side of a pair."""
+"""The share of a choice that a replica computes: all of it, or one side of a pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Prepared(RequestEvent):
     response_id: str
     num_prompt_tokens: int
     num_choices: int = 1
-    """Of all prompts together."""
+    """For all prompts together."""
     target: LatencyTarget | None = None
 
 

@@ -1,4 +1,4 @@
-"""What a request cost in tokens."""
+"""Tokens that a request cost."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ class Usage:
     num_prompt_tokens: int
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    """Of the prompts, those that some choice found cached."""
+    """Tokens of the prompts that some choice found cached."""

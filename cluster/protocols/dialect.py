@@ -1,4 +1,4 @@
-"""What an HTTP format of generation has to do. One object of this Protocol is one route; nothing else knows its format.
+"""The work of an HTTP format of generation. One object of this Protocol is one route; nothing else knows its format.
 
 A body is parsed before its model is known, then prepared for the model, and answered as a stream of events or whole.
 """
@@ -20,7 +20,7 @@ class StreamWriter(Protocol):
     """Writes the events of one streamed answer, in this order. Each result is bytes to send, perhaps none."""
 
     def start(self) -> bytes:
-        """What comes before the first delta; sent together with it, so that failing before it keeps its own status."""
+        """Bytes before the first delta; sent together with it, so that failing before it keeps its own status."""
         ...
 
     def delta(self, delta: ChoiceDelta) -> bytes: ...

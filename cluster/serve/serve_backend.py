@@ -180,7 +180,7 @@ async def _described_by(handle: Any) -> ModelDescription:
 
 
 async def _first_answer(asked: Sequence[asyncio.Task[ModelDescription]]) -> ModelDescription:
-    """Of the first one that has an answer; raises the last error when none has."""
+    """The first answer; raises the last error when there is none."""
     for following in asyncio.as_completed(asked):
         try:
             return await following

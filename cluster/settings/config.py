@@ -34,7 +34,7 @@ class ModelConfig:
     """One served model."""
 
     name: str = DEFAULT_MODEL_NAME
-    """What clients put into `model`."""
+    """Clients put it into `model`."""
     mode: Mode = "unified"
     """unified: every replica does all of a request. disaggregated: a pool for prefill and one for decode, KV between them."""
     num_replicas: int | None = None
@@ -47,8 +47,8 @@ class ModelConfig:
     placement_strategy: PlacementStrategy = "STRICT_PACK"
     """Where the ranks of one replica go: STRICT_PACK on one node, PACK on as few as possible, SPREAD and STRICT_SPREAD apart."""
     drain_s: float = 30.0
-    """How long a replica that is stopped (redeploy, scale-down, node drain) lets its requests end by themselves. What still
-    runs then goes on on another replica."""
+    """How long a replica that is stopped (redeploy, scale-down, node drain) lets its requests end by themselves. The rest
+    then continues on another replica."""
     engine: EngineConfig = EngineConfig()
     targets: tuple[LatencyTarget, ...] = ()
     """How fast requests should be answered, by priority, e.g. [{priority: 0, ttft_s: 2.0, tpot_s: 0.1}, {priority: 10, ttft_s: 60}]: an

@@ -31,7 +31,7 @@ class LatencyTarget:
                 raise ValueError(f"{name} must be above 0, got {value}")
 
     def lowered(self, ttft_s: float | None, tpot_s: float | None) -> LatencyTarget:
-        """With what a client asks for where that is stricter. What this entry leaves open stays open."""
+        """Takes the client's wish where it is stricter. A target that this entry leaves open stays open."""
         return replace(self, ttft_s=_stricter(self.ttft_s, ttft_s), tpot_s=_stricter(self.tpot_s, tpot_s))
 
 

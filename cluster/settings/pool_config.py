@@ -20,7 +20,7 @@ SAME_IN_BOTH_POOLS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """One pool of a disaggregated model. What is left out is as in the model."""
+    """One pool of a disaggregated model. Keys that are left out are as in the model."""
 
     num_replicas: int = 1
     num_cpus: float | None = None

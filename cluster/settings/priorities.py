@@ -17,7 +17,7 @@ class PriorityRules:
     highest: int | None = None
     """The most urgent priority of tenants that `highest_by_tenant` does not name; None sets no limit."""
     highest_by_tenant: Mapping[str, int] = field(default_factory=dict)
-    """The most urgent priority of each tenant. Whoever asks for more gets this."""
+    """The most urgent priority of each tenant. Requests that ask for more get this."""
 
     def __post_init__(self) -> None:
         if not self.header.replace("-", "").isalnum():

@@ -1,4 +1,4 @@
-"""What clients experience, as metrics: latencies from the gateway's own clock, and requests by outcome."""
+"""The experience of clients as metrics: latencies from the gateway's own clock, and requests by outcome."""
 
 from __future__ import annotations
 

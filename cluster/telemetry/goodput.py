@@ -12,8 +12,8 @@ Outcome = Literal["met", "ttft_missed", "tpot_missed", "failed"]
 def outcome_of(record: RequestRecord) -> Outcome | None:
     """None for a request that had no target, or was refused before one was found.
 
-    Whoever was rejected, got an error, or left before the first token has failed. A client that leaves later, as one does that has
-    read enough, is judged by what it got.
+    A request that was rejected, ended in an error, or whose client left before the first token has failed. A client that leaves
+    later may have read enough: the request is judged by the tokens that it got.
     """
     target = record.target
     if target is None:

@@ -124,7 +124,7 @@ class RequestRecord:
                 self._see_choices(event)
 
     def _see_choices(self, event: RequestEvent) -> None:
-        """What happens between the router's decision and the end of the last choice."""
+        """Events between the router's decision and the end of the last choice."""
         match event:
             case Decided():
                 if self.decided_s is None:

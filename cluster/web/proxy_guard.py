@@ -1,4 +1,4 @@
-"""What stands before Serve's own proxy: it decodes some headers as UTF-8 and answers a plain 500 when one is not.
+"""Guards before Serve's own proxy, which decodes some headers as UTF-8 and answers a plain 500 when one is not.
 
 Serve's proxy calls `middlewares` when RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it, as `make serve` does.
 """

@@ -1,4 +1,4 @@
-"""What the headers of a generation ask for."""
+"""Headers of a generation: priority, targets, trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds every request: its id in and out, who asks, and who watches it."""
+"""The surroundings of every request: its id in and out, who asks, and who watches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestState:
-    """What belongs to one request from its head to its last byte."""
+    """Facts and connections of one request from its head to its last byte."""
 
     request_id: str
     principal: Principal

@@ -13,7 +13,7 @@ _TRACEPARENT = re.compile(r"(?P<version>[0-9a-f]{2})-(?P<trace_id>[0-9a-f]{32})-
 _MEMBER = re.compile(r"[a-z0-9][a-z0-9_*/@-]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~]")  # the value has no comma and no equals sign
 _MAX_MEMBERS = 32
 _MAX_CHARS = 512
-"""Of either header: as much as everybody has to pass on."""
+"""Length of either header that everybody has to pass on."""
 
 
 def trace_context_of(headers: Headers) -> TraceContext:

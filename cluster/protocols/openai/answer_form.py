@@ -1,4 +1,4 @@
-"""What a body asks of the shape of its answer, which does not concern its generation."""
+"""The shape of an answer that a body asks for; it does not concern the generation."""
 
 from __future__ import annotations
 

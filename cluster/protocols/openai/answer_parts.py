@@ -1,4 +1,4 @@
-"""What the answers of OpenAI's endpoints share; shapes follow OpenAI's description, version 2.3.0."""
+"""Parts that the answers of OpenAI's endpoints share; shapes follow OpenAI's description, version 2.3.0."""
 
 from __future__ import annotations
 

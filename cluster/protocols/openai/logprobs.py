@@ -56,7 +56,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def take_echo(self, index: int, first: ChoiceDelta) -> dict[str, list[Any]]:
-        """Of the echoed prompt of choice `index`, whose first delta is `first`. Goes first; empty without such an echo."""
+        """The echoed prompt of choice `index`, whose first delta is `first`. Called first; empty without such an echo."""
         echo = self._form.echo(index)
         found = _empty_logprobs()
         if self._form.echoes_logprobs:
@@ -68,7 +68,7 @@ class CompletionLogprobs:
         return found
 
     def take(self, tokens: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
-        """Of generated tokens."""
+        """Generated tokens."""
         found = _empty_logprobs()
         for token in tokens:
             self._append(found, token.token_id, _finite(token.logprob), self._top(token), None)
