@@ -13,7 +13,7 @@ from cluster.gateway import Gateway
 from cluster.serve.surge import SURGE_PERCENT, Need, has_room_for
 from cluster.serve.targeted_dispatch import TargetedDispatch
 from cluster.settings.config import ClusterConfig, ModelConfig, read_config, read_environment
-from cluster.settings.pool_config import Pool
+from cluster.settings.pool_config import ResolvedPool
 from replicas.deployment import ReplicaDeployment, shutdown_timeout_s
 from replicas.engine_config import Role
 from replicas.process.cores import CoreDemand
@@ -42,11 +42,12 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=config.gateway.drain_s,
         graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
     )
-    return gateway.bind(config.gateway, router, replicas, log_level)
+    targets = {model.name: model.targets for model in config.models}
+    return gateway.bind(config.gateway, router, replicas, targets, log_level)
 
 
 def _replicas(
-    model: ModelConfig, pool: Pool, pools: Sequence[Pool], router: Application, log_level: str, surge_percent: int
+    model: ModelConfig, pool: ResolvedPool, pools: Sequence[ResolvedPool], router: Application, log_level: str, surge_percent: int
 ) -> Application:
     """One pool of a model; `pools` are those of all models, which share the machines and the router's time."""
     deployment = _shell(ReplicaDeployment).options(
@@ -85,7 +86,7 @@ def _needs(config: ClusterConfig) -> list[Need]:
     return [gateway, *pools]
 
 
-def _bundles(pool: Pool) -> dict[str, Any]:
+def _bundles(pool: ResolvedPool) -> dict[str, Any]:
     """A replica's placement group: a bundle for each rank, of which the replica's own actor takes the first."""
     size = pool.engine.tensor_parallel_size
     if size == 1:
@@ -95,5 +96,5 @@ def _bundles(pool: Pool) -> dict[str, Any]:
 
 
 def _shell(deployment: Any) -> Deployment:
-    """What `serve.deployment` made of a class; type checkers still see the class."""
+    """The deployment that `serve.deployment` made of a class; type checkers still see the class."""
     return deployment

@@ -7,10 +7,13 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from cluster.generation.model_registry import ModelRegistry
+from cluster.models.model_registry import ModelRegistry
 from cluster.serve.serve_backend import ServeBackend
 from cluster.settings.gateway_config import GatewayConfig
+from cluster.settings.latency_targets import LatencyTarget
+from cluster.telemetry.access_log import log_access
 from cluster.telemetry.gateway_metrics import GatewayMetrics
+from cluster.telemetry.request_record import RequestRecorder
 from cluster.web.body_ahead import BodyTaken
 from cluster.web.http_app import create_app
 from replicas.engine_config import Role
@@ -40,15 +43,23 @@ def load_tokenizer(source: str) -> Tokenizer:
 class Gateway:
     """Holds no state beyond its open connections, so that any number of gateways is the same as one."""
 
-    def __init__(self, config: GatewayConfig, router: Any, replicas: dict[str, dict[Role, Any]], log_level: str) -> None:
-        """`replicas` maps each model's name to its pools, and each pool to the handle of its deployment."""
+    def __init__(
+        self,
+        config: GatewayConfig,
+        router: Any,
+        replicas: dict[str, dict[Role, Any]],
+        targets: dict[str, tuple[LatencyTarget, ...]],
+        log_level: str,
+    ) -> None:
+        """`replicas` maps each model's name to its pools, and each pool to the handle of its deployment; `targets` has each model's."""
         start_logging(log_level)
         self._config = config
         pools = {name: {role: over_grpc(handle) for role, handle in handles.items()} for name, handles in replicas.items()}
         self._backend = ServeBackend(over_grpc(router), pools)
-        self._models = ModelRegistry(tuple(replicas), self._backend, load_tokenizer=load_tokenizer)
+        self._models = ModelRegistry(tuple(replicas), self._backend, targets=targets, load_tokenizer=load_tokenizer)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = create_app(self._backend, self._config, self._models, GatewayMetrics(), sends_request_id=False)
+        metrics = GatewayMetrics()
+        app = create_app(self._backend, self._config, self._models, lambda: RequestRecorder(log_access, metrics), sends_request_id=False)
         app.add_middleware(BodyTaken)  # the outermost
         return app

@@ -27,6 +27,14 @@ class FinishReason(StrEnum):
     FAILED = "failed"
 
 
+class TraceContext(NamedTuple):
+    """The distributed trace that a request belongs to, as W3C Trace Context writes it (https://www.w3.org/TR/trace-context/)."""
+
+    traceparent: str = ""
+    """Empty when the client told of no trace."""
+    tracestate: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One generation, complete in itself: any replica can start it, or continue it from `output_ids`.
@@ -57,6 +65,7 @@ class GenerationRequest:
     """The gateway that reads the answer; when its lease at the router expires, the request is cancelled. Empty: no lease."""
     wants_handoff: bool = False
     """End with the first generated token, and lease the KV to the replica that continues."""
+    trace_context: TraceContext = TraceContext()
     handoff: KVHandoff | None = None
     """KV to start from. If the transfer fails, the KV is computed here, so the answer is the same."""
 

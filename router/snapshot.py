@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from kvcache.hashing import BlockKey
 from replicas.engine_config import Role
+from replicas.request import TraceContext
 
 RECENT_WORK_S = 900.0
 """Time constant of `ReplicaSnapshot.recent_work_s`: about as long as a cache lives, for what fills it is this work; short
@@ -40,6 +41,7 @@ class RoutingRequest:
     """It must be computed by one replica from its first token on, never by a pair."""
     caller: str = ""
     """The gateway that asks; when its lease expires the request is given up."""
+    trace_context: TraceContext = TraceContext()
 
 
 class ReplicaLoad(NamedTuple):

@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Protocol
 
-from cluster.generation.backend import Backend, ReplicaGone, ReplicaHung, ReplicaLeft
+from cluster.backend import Backend
+from cluster.failures import ReplicaGone, ReplicaHung, ReplicaLeft
+from cluster.generation.request_events import Part
 from cluster.generation.stream_journal import StreamJournal
 from replicas.engine_config import Role
 from replicas.handoff.paired_progress import BAD_ENDINGS, PairedProgress, RecomputeReason
@@ -22,11 +24,11 @@ class PairGivenUp(Exception):
     """The choice must not go on with what is left of its pair, and needs a new decision. The loss behind it was told before."""
 
 
-class PairEvents(Protocol):
+class PairListener(Protocol):
     """Hears what cannot be seen in the stream of a pair."""
 
-    def sent_to(self, replica_id: str) -> None:
-        """The replica gets a part of the choice."""
+    def sent_to(self, replica_id: str, part: Part) -> None:
+        """The replica gets that part of the choice."""
         ...
 
     def prefill_ended(self) -> None:
@@ -34,7 +36,7 @@ class PairEvents(Protocol):
         ...
 
     def prefill_lost(self, error: ReplicaGone) -> None:
-        """What it raises ends the pair: PairGivenUp, or the reason why the choice ends."""
+        """An exception raised here ends the pair: PairGivenUp, or the reason why the choice ends."""
         ...
 
     def recomputes(self, reason: RecomputeReason) -> None:
@@ -43,7 +45,7 @@ class PairEvents(Protocol):
 
 
 class PrefillBooking:
-    """What a decision booked on its prefill replica; ended once, when all its choices are done there."""
+    """The booking of a decision on its prefill replica; ended once, when all its choices are done there."""
 
     def __init__(self, backend: Backend, decision: Decision, num_choices: int) -> None:
         self._backend = backend
@@ -65,12 +67,12 @@ class PairStream:
     it too until the decode replica has a token.
     """
 
-    def __init__(self, backend: Backend, model: str, decision: Decision, journal: StreamJournal, events: PairEvents) -> None:
+    def __init__(self, backend: Backend, model: str, decision: Decision, journal: StreamJournal, listener: PairListener) -> None:
         """`journal` holds what the reader of `progress` has taken, before it asks for more."""
         assert decision.prefill_replica_id is not None, "a decision for one replica needs no pair"
         self._backend, self._model = backend, model
         self._prefill_id, self._decode_id, self._decode_role = decision.prefill_replica_id, decision.replica_id, decision.replica_role
-        self._journal, self._events = journal, events
+        self._journal, self._listener = journal, listener
         self._request = journal.current_request()
         self._merge = PairedProgress(self._request)
         self._prefill: _Side | None = None
@@ -81,7 +83,7 @@ class PairStream:
     async def progress(self) -> AsyncGenerator[RequestProgress, None]:
         """Iterate once. Closing the iterator cancels the choice on both replicas.
 
-        Raises ReplicaGone of the decode replica alone, RequestRejected of either, and what `PairEvents.prefill_lost` raises.
+        Raises ReplicaGone of the decode replica alone, RequestRejected of either, and what `PairListener.prefill_lost` raises.
         """
         self._prefill = self._open(self._prefill_id, "prefill", replace(self._request, wants_handoff=True))
         is_finished = False
@@ -152,7 +154,7 @@ class PairStream:
     async def _lose_prefill(self, error: ReplicaGone, *, breaks_link: bool) -> None:
         self._stop_watching()
         await self._end_prefill()
-        self._events.prefill_lost(error)
+        self._listener.prefill_lost(error)
         self._merge.lose_prefill()
         needs_all = self._decode is None or not (breaks_link or self._merge.has_decoded)
         self._resend_reason = "prefill_lost" if needs_all else self._merge.resend_reason
@@ -163,7 +165,7 @@ class PairStream:
             "request %s choice %d: %s; replica %s computes it from token %d on",
             request.request_id, request.choice, reason, self._decode_id, self._journal.num_tokens,
         )  # fmt: skip
-        self._events.recomputes(reason)
+        self._listener.recomputes(reason)
         self._stop_watching()
         await self._end_prefill()
         if self._decode is not None:
@@ -174,7 +176,7 @@ class PairStream:
         self._decode = self._open(self._decode_id, self._decode_role, request)
 
     def _open(self, replica_id: str, role: Role, request: GenerationRequest) -> _Side:
-        self._events.sent_to(replica_id)
+        self._listener.sent_to(replica_id, "prefill" if request.wants_handoff else "decode")
         return _Side(self._backend.generate(self._model, replica_id, request, role))
 
     async def _end_prefill(self) -> None:
@@ -183,7 +185,7 @@ class PairStream:
             try:
                 await side.close()
             finally:
-                self._events.prefill_ended()
+                self._listener.prefill_ended()
 
     def _stop_watching(self) -> None:
         if self._hang is not None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.generation.request_context import RequestContext
+from cluster.models.served_model import ServedModel
+from cluster.settings.latency_targets import LatencyTarget
 from kvcache.hashing import CacheIdentity, block_keys
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
@@ -22,16 +27,9 @@ class PreparedGeneration:
     requests: tuple[GenerationRequest, ...]
     params: SamplingParams
     stream: bool = False
-    include_usage: bool = False
-    echoes: tuple[str, ...] = ()
-    """Text put before the answer of each prompt, or empty."""
-    echoes_logprobs: bool = False
-    """The echo has log-probabilities, as many as the answer."""
-    num_prompt_logprobs: int | None = None
-    """Alternatives in the answer's own list of the prompt's log-probabilities (an extension); None leaves the list out."""
     is_prompt_only: bool = False
     """Zero tokens were asked for: the prompt is checked and echoed, nothing runs."""
-    created_s: int = 0
+    target: LatencyTarget | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -41,19 +39,61 @@ class PreparedGeneration:
     def num_choices(self) -> int:
         return len(self.requests) * self.params.n
 
-    def echo(self, index: int) -> str:
-        """Text that comes before the answer of choice `index`."""
-        return self.echoes[index // self.params.n] if self.echoes else ""
-
     def prompt_ids(self, index: int) -> tuple[int, ...]:
         """The prompt of choice `index`."""
         return self.requests[index // self.params.n].prompt_ids
 
 
-def routing_request(model: str, request: GenerationRequest, *, block_size: int, weights_version: str, num_choices: int) -> RoutingRequest:
-    """What the router needs to know of a prompt: its size and the keys of its full blocks, unless none may be reused.
+def prepare_generation(
+    context: RequestContext,
+    model: ServedModel,
+    *,
+    response_id: str,
+    prompts: Sequence[tuple[int, ...]],
+    params: SamplingParams,
+    asked_priority: int | None = None,
+    cache_salt: str = "",
+    stream: bool = False,
+    is_prompt_only: bool = False,
+) -> PreparedGeneration:
+    """Makes the requests of tokenized and checked prompts, for whoever `context` tells. A seed is drawn where the client gave none.
 
-    Whoever computes log-probabilities of a prompt computes it from its first token on, and goes on alone.
+    `asked_priority` is that of the body.
+    """
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    priority = context.priority(asked_priority)
+    target = None if is_prompt_only else context.target(model.targets, priority)
+    requests = tuple(
+        GenerationRequest(
+            request_id=f"{response_id}-{index}",
+            prompt_ids=prompt,
+            params=params,
+            seed=seed,
+            priority=priority,
+            tenant=context.principal.tenant,
+            cache_salt=cache_salt,
+            arrival_s=context.arrival_s,
+            deadline_s=None if target is None or target.ttft_s is None else context.arrival_s + target.ttft_s,
+            trace_context=context.trace_context,
+        )
+        for index, prompt in enumerate(prompts)
+    )
+    return PreparedGeneration(
+        response_id=response_id,
+        model=model.name,
+        requests=requests,
+        params=params,
+        stream=stream,
+        is_prompt_only=is_prompt_only,
+        target=target,
+    )
+
+
+def routing_request(model: str, request: GenerationRequest, *, block_size: int, weights_version: str, num_choices: int) -> RoutingRequest:
+    """A prompt as the router needs to know it: its size and the keys of its full blocks, unless none may be reused.
+
+    A replica that computes log-probabilities of a prompt computes all of it, and continues alone. Once a token is out, no
+    deadline of the first one is left: it must not make a request that lost its replica look late.
     """
     reusable_ids = () if request.wants_prompt_logprobs else request.prompt_ids
     identity = CacheIdentity(salt=request.cache_salt, adapter_id=request.adapter_id, weights_version=weights_version)
@@ -66,8 +106,9 @@ def routing_request(model: str, request: GenerationRequest, *, block_size: int, 
         num_choices=num_choices,
         priority=request.priority,
         tenant=request.tenant,
-        deadline_s=request.deadline_s,
+        deadline_s=None if request.output_ids else request.deadline_s,
         arrival_s=request.arrival_s,
         attempt=request.attempt,
+        trace_context=request.trace_context,
         is_whole=request.wants_prompt_logprobs or request.ends_with_its_first_token,
     )

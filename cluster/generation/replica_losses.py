@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from cluster.generation.backend import ReplicaDied, ReplicaGone
+from cluster.failures import ReplicaDied, ReplicaGone
+from cluster.settings.failover import FailoverPolicy
 
 _LONGEST_PAUSE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailoverPolicy:
-    """How hard a request is kept alive."""
-
-    max_deaths: int = 3
-    """A choice present at this many deaths of replicas is refused. Before the last of them it runs alone on a replica, so
-    that it is refused only when it is the reason."""
-    router_timeout_s: float = 10.0
-    """How long a request waits for a dead router to come back."""
-    replica_timeout_s: float = 120.0
-    """How long a begun choice whose replica died waits for another one to be up, e.g. for the only one to be restarted."""
 
 
 class ReplicaLosses:

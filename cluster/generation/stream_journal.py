@@ -1,4 +1,4 @@
-"""What has been emitted for one choice, so that another replica can go on from there."""
+"""The emitted tokens of one choice, so that another replica can continue from there."""
 
 from __future__ import annotations
 

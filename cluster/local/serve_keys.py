@@ -40,7 +40,7 @@ def _unknown_keys(value: object, schema: type[BaseModel], path: str) -> Iterator
 
 
 def _schemas(annotation: Any) -> list[type[BaseModel]]:
-    """The schema inside an annotation (a list of it, or it or None). Of several kinds none: which one is meant is Serve's to say."""
+    """The schema inside an annotation (a list of it, or it or None). None for several kinds: only Serve knows which one is meant."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     found = [schema for argument in get_args(annotation) for schema in _schemas(argument)]

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class Interrupted(Exception):
-    """Whoever was waited for is taken for hung. Not raised for what ends by itself, with an error or without."""
+    """The target of the wait is presumed hung. Not raised when it ends by itself, with an error or without."""
 
 
 class Interrupts:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
 
-from cluster.generation.backend import RouterGone
+from cluster.failures import RouterGone
 from router.live.batch import Answers, Batch, Notice
 from router.snapshot import Decision, Rejection, RoutingRequest
 
@@ -23,8 +23,8 @@ class RouterLine:
     """Owns the callers that wait for a decision, and what has not been sent yet.
 
     One `deliver` at a time is on its way, so that the router hears of everything in order; it answers at once. While some
-    request waits in the router's queue, a `wait_answers` is on its way too. Whatever fails ends the wait of all that was sent:
-    whoever made a request asks anew.
+    request waits in the router's queue, a `wait_answers` is on its way too. A failure ends the wait of all
+    that was sent: the callers ask anew.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RouterLine:
         self._send_soon()
 
     async def close(self) -> None:
-        """Whoever still waits is told that the router is gone."""
+        """Callers that still wait are told that the router is gone."""
         tasks = [task for task in (self._sender, self._poller) if task is not None]
         for task in tasks:
             task.cancel()

@@ -13,7 +13,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RaySystemError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from cluster.generation.backend import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
+from cluster.failures import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, RouterGone
 from cluster.serve.interrupts import Interrupted, Interrupts
 from cluster.serve.router_line import RouterLine
 from cluster.serve.target_unreachable import TargetUnreachable
@@ -30,7 +30,7 @@ _NEVER_TOOK = (DeploymentUnavailableError, BackPressureError, TargetUnreachable)
 _DIED = (RayActorError, RaySystemError, EngineUnhealthy)
 _UNREACHABLE = (*_NEVER_TOOK, *_DIED)
 _ANSWER_TIMEOUT_S = 5.0
-_RENEWAL_TIMEOUT_S = 4.0
+RENEWAL_TIMEOUT_S = 4.0
 """The router answers a renewal within a second. When it does not, calls that wait for it are given up, and made again."""
 _RENEWAL_PAUSE_S = 0.25
 _ROUTER = "router"
@@ -43,10 +43,11 @@ class ServeBackend:
     interrupted at once.
     """
 
-    def __init__(self, router: Any, replicas: Mapping[str, Mapping[Role, Any]]) -> None:
+    def __init__(self, router: Any, replicas: Mapping[str, Mapping[Role, Any]], renewal_timeout_s: float = RENEWAL_TIMEOUT_S) -> None:
         """`replicas` maps a model's name to its pools, and each pool to the handle of its deployment."""
         self._router = router
         self._replicas = {model: dict(pools) for model, pools in replicas.items()}
+        self._renewal_timeout_s = renewal_timeout_s
         self._caller = f"gateway-{secrets.token_hex(6)}"
         self._fenced: frozenset[str] = frozenset()
         self._interrupts = Interrupts()
@@ -159,7 +160,7 @@ class ServeBackend:
         while True:
             response = self._router.renew.remote(self._caller, seen_version)
             try:
-                async with asyncio.timeout(_RENEWAL_TIMEOUT_S):
+                async with asyncio.timeout(self._renewal_timeout_s):
                     news = await response
             except TimeoutError:
                 response.cancel()
@@ -179,7 +180,7 @@ async def _described_by(handle: Any) -> ModelDescription:
 
 
 async def _first_answer(asked: Sequence[asyncio.Task[ModelDescription]]) -> ModelDescription:
-    """Of the first one that has an answer; raises the last error when none has."""
+    """The first answer; raises the last error when there is none."""
     for following in asyncio.as_completed(asked):
         try:
             return await following

@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 logger = logging.getLogger(__name__)
 
 SURGE_PERCENT = 1
-"""Of the replicas, rounded up: one more than wanted for up to a hundred of them."""
+"""Share of the replicas, rounded up: one more than wanted for up to a hundred of them."""
 _SERVE_REPLICA = "SERVE_REPLICA::"
 """Begins the name of each replica's actor: SERVE_REPLICA::application#deployment#id (Ray 2.60)."""
 _PROBE_TIMEOUT_S = 3.0
@@ -21,14 +21,14 @@ _PROBE_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What one deployment wants."""
+    """Resources that one deployment wants."""
 
     deployment: str
     num_replicas: int
     bundle: Mapping[str, float]
-    """Of each of its actors, resource -> amount."""
+    """Each of its actors: resource -> amount."""
     num_actors: int = 1
-    """Of one replica: as many as it has ranks."""
+    """Actors of one replica: as many as it has ranks."""
 
     def num_successors(self, num_running: int) -> int:
         """Replicas that Serve starts at once beside `num_running` old ones when it surges: those that are missing anyway, too."""

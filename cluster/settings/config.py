@@ -18,7 +18,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from cluster.settings.gateway_config import GatewayConfig
-from cluster.settings.pool_config import Mode, PlacementStrategy, Pool, PoolConfig, merged_pool
+from cluster.settings.latency_targets import LatencyTarget, check_targets
+from cluster.settings.pool_config import Mode, PlacementStrategy, PoolConfig, ResolvedPool, resolved_pool
 from replicas.engine_config import EngineConfig, Role
 from replicas.model.default_model import DEFAULT_MODEL_NAME
 from router.config import RouterConfig
@@ -33,7 +34,7 @@ class ModelConfig:
     """One served model."""
 
     name: str = DEFAULT_MODEL_NAME
-    """What clients put into `model`."""
+    """Clients put it into `model`."""
     mode: Mode = "unified"
     """unified: every replica does all of a request. disaggregated: a pool for prefill and one for decode, KV between them."""
     num_replicas: int | None = None
@@ -46,9 +47,13 @@ class ModelConfig:
     placement_strategy: PlacementStrategy = "STRICT_PACK"
     """Where the ranks of one replica go: STRICT_PACK on one node, PACK on as few as possible, SPREAD and STRICT_SPREAD apart."""
     drain_s: float = 30.0
-    """How long a replica that is stopped (redeploy, scale-down, node drain) lets its requests end by themselves. What still
-    runs then goes on on another replica."""
+    """How long a replica that is stopped (redeploy, scale-down, node drain) lets its requests end by themselves. The rest
+    then continues on another replica."""
     engine: EngineConfig = EngineConfig()
+    targets: tuple[LatencyTarget, ...] = ()
+    """How fast requests should be answered, by priority, e.g. [{priority: 0, ttft_s: 2.0, tpot_s: 0.1}, {priority: 10, ttft_s: 60}]: an
+    entry counts for its priority and less urgent ones, up to the next entry. Clients may lower theirs by `X-TTFT-Target-Ms` and
+    `X-TPOT-Target-Ms`. Empty: none has a target."""
     prefill: PoolConfig | None = None
     """In mode disaggregated: the replicas that compute prompts; one when left out."""
     decode: PoolConfig | None = None
@@ -59,6 +64,7 @@ class ModelConfig:
             raise ValueError(f"name must be letters, digits and ._:/- (at most 200), got {self.name!r}")
         if not 0 <= self.drain_s <= MAX_DRAIN_S:
             raise ValueError(f"drain_s must be from 0 to {MAX_DRAIN_S:g}, got {self.drain_s}")
+        check_targets(self.targets)
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
         if self.engine.role != "unified":
@@ -74,10 +80,10 @@ class ModelConfig:
             raise ValueError("engine.dtype must be named when the pools differ in device or runner: auto may choose another for each")
 
     @property
-    def pools(self) -> tuple[Pool, ...]:
+    def pools(self) -> tuple[ResolvedPool, ...]:
         """One of role unified, or one of role prefill and one of role decode."""
         if self.mode == "unified":
-            unified = Pool(
+            unified = ResolvedPool(
                 role="unified",
                 num_replicas=1 if self.num_replicas is None else self.num_replicas,
                 num_cpus=self.num_cpus,
@@ -86,10 +92,10 @@ class ModelConfig:
                 engine=self.engine,
             )
             return (unified,)
-        return self._merged_pool("prefill", self.prefill), self._merged_pool("decode", self.decode)
+        return self._resolved_pool("prefill", self.prefill), self._resolved_pool("decode", self.decode)
 
-    def _merged_pool(self, role: Role, config: PoolConfig | None) -> Pool:
-        return merged_pool(
+    def _resolved_pool(self, role: Role, config: PoolConfig | None) -> ResolvedPool:
+        return resolved_pool(
             role,
             config or PoolConfig(),
             num_cpus=self.num_cpus,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.generation.replica_losses import FailoverPolicy
+from cluster.settings.failover import FailoverPolicy
 from cluster.settings.limits import RequestLimits
 from cluster.settings.priorities import PriorityRules
 

@@ -20,7 +20,7 @@ SAME_IN_BOTH_POOLS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """One pool of a disaggregated model. What is left out is as in the model."""
+    """One pool of a disaggregated model. Keys that are left out are as in the model."""
 
     num_replicas: int = 1
     num_cpus: float | None = None
@@ -38,7 +38,7 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class ResolvedPool:
     """The replicas of one role of one model, with nothing left open."""
 
     role: Role
@@ -59,12 +59,12 @@ class Pool:
             raise ValueError(f"num_cpus and num_gpus must be at least 0, got {self.num_cpus} and {self.num_gpus}")
 
 
-def merged_pool(
+def resolved_pool(
     role: Role, config: PoolConfig, *, num_cpus: float, num_gpus: float, placement_strategy: PlacementStrategy, engine: EngineConfig
-) -> Pool:
+) -> ResolvedPool:
     """A model's settings with the differences of one pool. Raises ValueError naming the pool and its key."""
     try:
-        return Pool(
+        return ResolvedPool(
             role=role,
             num_replicas=config.num_replicas,
             num_cpus=num_cpus if config.num_cpus is None else config.num_cpus,

@@ -1,11 +1,9 @@
-"""How urgent a request may be: what its body or header asks for, within what its tenant is allowed."""
+"""How urgent the requests of each tenant may be."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from cluster.failures import BadRequest
 
 MAX_PRIORITY = 1_000_000
 
@@ -19,7 +17,7 @@ class PriorityRules:
     highest: int | None = None
     """The most urgent priority of tenants that `highest_by_tenant` does not name; None sets no limit."""
     highest_by_tenant: Mapping[str, int] = field(default_factory=dict)
-    """The most urgent priority of each tenant. Whoever asks for more gets this."""
+    """The most urgent priority of each tenant. Requests that ask for more get this."""
 
     def __post_init__(self) -> None:
         if not self.header.replace("-", "").isalnum():
@@ -28,21 +26,6 @@ class PriorityRules:
             if value is not None and abs(value) > MAX_PRIORITY:
                 raise ValueError(f"{name} must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {value}")
 
-    def asked_for(self, header_value: str | None) -> int | None:
-        """Raises BadRequest naming the header."""
-        if header_value is None:
-            return None
-        text = header_value.strip()
-        digits = text.removeprefix("-")
-        if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(MAX_PRIORITY)) and int(digits) <= MAX_PRIORITY):
-            raise BadRequest(
-                f"Invalid value for header '{self.header}': must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {text[:40]!r}.",
-                param=self.header,
-                code="invalid_value",
-            )
-        return int(text)
-
-    def granted(self, tenant: str, asked: int | None) -> int:
-        """The priority that a request of `tenant` gets."""
-        highest = self.highest_by_tenant.get(tenant, self.highest)
-        return (asked or 0) if highest is None else max(asked or 0, highest)
+    def highest_of(self, tenant: str) -> int | None:
+        """The most urgent priority that a request of `tenant` may have; None sets no limit."""
+        return self.highest_by_tenant.get(tenant, self.highest)

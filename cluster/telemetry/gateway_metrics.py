@@ -1,10 +1,11 @@
-"""What clients experience, as metrics: latencies from the gateway's own clock, and requests by outcome."""
+"""The experience of clients as metrics: latencies from the gateway's own clock, and requests by outcome."""
 
 from __future__ import annotations
 
 from ray.util import metrics
 
-from cluster.telemetry.access_log import AccessRecord
+from cluster.telemetry.goodput import outcome_of
+from cluster.telemetry.request_record import RequestRecord
 
 _LATENCY_BOUNDS = [0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]
 _TOKEN_GAP_BOUNDS = [0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5]
@@ -26,6 +27,11 @@ class GatewayMetrics:
             "Choices of a pair that their decode replica was told to compute itself",
             tag_keys=("model", "reason"),
         )
+        self._goodput = metrics.Counter(
+            "manta_goodput_requests",
+            "Requests that had latency targets, by whether they met them",
+            tag_keys=("model", "priority", "outcome"),
+        )
         self._pause = metrics.Histogram(
             "manta_failover_pause_seconds",
             "From the loss of a replica until the next token of a choice that it ran",
@@ -45,7 +51,7 @@ class GatewayMetrics:
             "manta_inter_token_seconds", "Mean time between the tokens of one request", boundaries=_TOKEN_GAP_BOUNDS, tag_keys=("model",)
         )
 
-    def __call__(self, record: AccessRecord) -> None:
+    def __call__(self, record: RequestRecord) -> None:
         model = record.model or _UNKNOWN_MODEL
         tags = {"model": model}
         path = record.path if record.status not in (404, 405) and record.model is not None else "other"
@@ -72,16 +78,20 @@ class GatewayMetrics:
         if record.ttft_s is not None:
             self._ttft.observe(record.ttft_s, tags)
             self._observe_answer(record, tags)
+        self._count_goodput(record, tags)
 
-    def _observe_answer(self, record: AccessRecord, tags: dict[str, str]) -> None:
-        duration_s, ttft_s = record.duration_s, record.ttft_s
-        if duration_s is None or ttft_s is None or record.error is not None:
+    def _observe_answer(self, record: RequestRecord, tags: dict[str, str]) -> None:
+        if record.duration_s is None or record.error is not None:
             return
-        self._e2e.observe(duration_s, tags)
-        num_gaps = record.num_output_tokens - len(record.finish_reasons)
-        if num_gaps > 0:
-            # Choices run side by side: the time per token of one choice is what a reader sees.
-            self._gap.observe((duration_s - ttft_s) * len(record.finish_reasons) / num_gaps, tags)
+        self._e2e.observe(record.duration_s, tags)
+        if record.tpot_s is not None:
+            self._gap.observe(record.tpot_s, tags)
+
+    def _count_goodput(self, record: RequestRecord, tags: dict[str, str]) -> None:
+        """Tagged with the priority of the target's entry: the configuration has few, clients have many."""
+        outcome = outcome_of(record)
+        if record.target is not None and outcome is not None:
+            self._goodput.inc(1, {**tags, "priority": str(record.target.priority), "outcome": outcome})
 
 
 def _latency(name: str, text: str) -> metrics.Histogram:

@@ -16,11 +16,11 @@ SCOPE_KEY = "manta.body"
 _SERVE_FETCH = "_receive_asgi_messages"  # of Serve's own `receive` (Ray 2.60): how it asks the proxy
 _NO_DISCONNECTS = b"x-request-disconnect-disabled"  # a header of Serve's: it then cancels nothing when the client goes
 MAX_BODY_BYTES = 2**18
-"""Of a body that goes ahead. A larger one is fetched, chunk by chunk, by whoever takes it, or refused before it was sent."""
+"""Largest body that goes ahead. A larger one is fetched, chunk by chunk, by its reader, or refused before it was sent."""
 
 
 class BodyAhead:
-    """ASGI middleware before Serve's proxy. What it has read is there to be read again, so that any application may stand behind."""
+    """ASGI middleware before Serve's proxy. The bytes it has read can be read again, so that any application may stand behind."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -49,10 +49,10 @@ class BodyAhead:
 
 
 class BodyTaken:
-    """ASGI middleware of the gateway under Serve. Of a request whose body came along, nothing more is asked of the proxy.
+    """ASGI middleware of the gateway under Serve. Asks the proxy for nothing more when a request's body came along.
 
     Serve asks from the first wait on, whether or not anybody reads: two calls of Ray's for the body and for the news that the
-    client has gone. Of that Serve tells by cancelling the request as well, as soon.
+    client has gone. Serve tells of the latter as soon by cancelling the request.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,4 @@
-"""What stands before Serve's own proxy: it decodes some headers as UTF-8 and answers a plain 500 when one is not.
+"""Guards before Serve's own proxy, which decodes some headers as UTF-8 and answers a plain 500 when one is not.
 
 Serve's proxy calls `middlewares` when RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it, as `make serve` does.
 """
@@ -10,12 +10,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.failures import BadRequest, answer_for
+from cluster.protocols.dialects import DEFAULT_DIALECT
 from cluster.web.body_ahead import BodyAhead
 from replicas.process.heap import freeze_heap
 
 
 class HeaderGuard:
-    """ASGI middleware. A request whose headers are not UTF-8 gets a 400 with OpenAI's error body; all others pass untouched."""
+    """ASGI middleware. A request whose headers are not UTF-8 gets a 400; all others pass untouched."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -27,7 +28,7 @@ class HeaderGuard:
             return
         shown = bad.decode("ascii", errors="replace")[:100]
         answer = answer_for(BadRequest(f"The header {shown!r} holds bytes that are not UTF-8.", code="invalid_header"), "")
-        await JSONResponse(answer.body(), status_code=answer.status)(scope, receive, send)
+        await JSONResponse(DEFAULT_DIALECT.error_body(answer), status_code=answer.status)(scope, receive, send)
 
 
 def middlewares() -> list[Middleware]:

@@ -1,4 +1,4 @@
-"""What surrounds every request: its id in and out, its access record, and errors as OpenAI bodies."""
+"""The surroundings of every request: its id in and out, who asks, and who watches."""
 
 from __future__ import annotations
 
@@ -7,47 +7,54 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 from starlette.datastructures import MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.failures import answer_for
-from cluster.telemetry.access_log import AccessRecord, log_access
+from cluster.generation.request_events import Abandoned, AnswerStarted, Begun, Ended, RequestEvent, RequestObserver
+from cluster.principal import Principal
 from cluster.web.disconnect import ClientDisconnected
+from cluster.web.principals import Principals
 
 REQUEST_ID_HEADER = "x-request-id"
-CLIENT_CLOSED = 499  # nginx's name for a client that left before its answer; seen in the log only
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-class RequestObserver(Protocol):
-    """Sees each request once, when it has ended."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestState:
+    """Facts and connections of one request from its head to its last byte."""
 
-    def __call__(self, record: AccessRecord) -> None: ...
+    request_id: str
+    principal: Principal
+    clock: Callable[[], float]
+    emit: Callable[[RequestEvent], None]
+    """Tells the request's observer."""
 
 
 class RequestScope:
-    """ASGI middleware. Puts an AccessRecord into the request's state and logs it when the last byte is out."""
+    """ASGI middleware. Gives each request its state and an observer, which sees it end when the last byte is out."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        tenant_header: str,
-        observer: RequestObserver,
+        principals: Principals,
+        observe: Callable[[], RequestObserver],
         sends_request_id: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sends_request_id` is off under Serve, whose proxy puts the id into every answer itself."""
+        """`observe` makes the observer of one request.
+
+        `sends_request_id` is off under Serve, whose proxy puts the id into every answer itself.
+        """
         self._app = app
-        self._tenant_header = tenant_header.lower().encode()
-        self._observer = observer
+        self._principals = principals
+        self._observe = observe
         self._sends_request_id = sends_request_id
         self._clock = clock
 
@@ -56,71 +63,42 @@ class RequestScope:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        record = AccessRecord(
+        observer = self._observe()
+        state = RequestState(
             request_id=_request_id(headers.get(REQUEST_ID_HEADER.encode())),
-            method=scope["method"],
-            path=scope["path"],
-            started_s=self._clock(),
-            tenant=headers.get(self._tenant_header, b"").decode("latin-1")[:128] or "default",
+            principal=self._principals.of(headers),
+            clock=self._clock,
+            emit=observer.see,
         )
-        scope.setdefault("state", {})["record"] = record
+        scope.setdefault("state", {})["request"] = state
+        observer.begin(
+            Begun(
+                at_s=self._clock(), request_id=state.request_id, method=scope["method"], path=scope["path"], tenant=state.principal.tenant
+            )
+        )
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                record.status = message["status"]
+                observer.see(AnswerStarted(at_s=self._clock(), status=message["status"]))
                 if self._sends_request_id:
-                    MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.request_id
+                    MutableHeaders(scope=message)[REQUEST_ID_HEADER] = state.request_id
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnected:
-            record.status, record.error = CLIENT_CLOSED, "client disconnected"
+            observer.see(Abandoned(at_s=self._clock()))
         except asyncio.CancelledError:  # how Serve tells of the same
-            record.status, record.error = CLIENT_CLOSED, "client disconnected"
+            observer.see(Abandoned(at_s=self._clock()))
             raise
         finally:
-            record.finished_s = self._clock()
-            log_access(record)
-            self._observer(record)
+            observer.end(Ended(at_s=self._clock()))
 
 
-def guarded(endpoint: Endpoint) -> Endpoint:
-    """The endpoint with every exception turned into its answer. The one place where all exceptions are caught."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except ClientDisconnected:
-            raise
-        except Exception as error:  # noqa: BLE001 - the table has a row for all the rest, and logs it
-            return error_response(request, error)
-
-    answer.__name__ = getattr(endpoint, "__name__", "endpoint")
-    return answer
-
-
-def error_response(request: Request, error: Exception) -> JSONResponse:
-    record = record_of(request)
-    answer = answer_for(_located(request, error), record.request_id)
-    record.error = answer.code or answer.type
-    return JSONResponse(answer.body(), status_code=answer.status, headers=answer.headers)
-
-
-def _located(request: Request, error: Exception) -> Exception:
-    """The router's own 404 and 405, which tell nothing, with the request that they are about."""
-    if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
-        return error
-    asked = f"{request.method} {request.url.path[:200]}"
-    allowed = (error.headers or {}).get("Allow", "another method")
-    detail = f"Invalid URL ({asked})." if error.status_code == 404 else f"Invalid method ({asked}): use {allowed}."
-    return HTTPException(error.status_code, detail, headers=error.headers)
-
-
-def record_of(request: Request) -> AccessRecord:
-    record = request.state.record
-    assert isinstance(record, AccessRecord)
-    return record
+def state_of(request: Request) -> RequestState:
+    state = request.state.request
+    assert isinstance(state, RequestState)
+    return state
 
 
 def _request_id(given: bytes | None) -> str:

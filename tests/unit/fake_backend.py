@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from cluster.generation.backend import ReplicaGone, ReplicaLeft
+from cluster.failures import ReplicaGone, ReplicaLeft
 from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
 from replicas.request import GenerationRequest, RequestProgress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,15 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from cluster.generation.backend import ReplicaDied
-from cluster.generation.model_registry import ModelRegistry
-from cluster.generation.replica_losses import FailoverPolicy
+from cluster.failures import ReplicaDied
+from cluster.models.model_registry import ModelRegistry
+from cluster.protocols.dialect import Dialect
+from cluster.protocols.dialects import DIALECTS
+from cluster.settings.failover import FailoverPolicy
 from cluster.settings.gateway_config import GatewayConfig
-from cluster.telemetry.access_log import AccessRecord
+from cluster.settings.latency_targets import LatencyTarget
+from cluster.telemetry.access_log import log_access
+from cluster.telemetry.request_record import RequestRecord, RequestRecorder
 from cluster.web.http_app import create_app
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.reporter import ReplicaIdentity, Reporter
@@ -52,12 +56,14 @@ class Replica:
 
 
 class InProcessBackend:
-    """The gateway's Backend over engines of this process."""
+    """The gateway's Backend over engines of this process. Remembers what it was asked."""
 
     def __init__(self, router: AsyncRouter, replicas: dict[str, Replica]) -> None:
         self._router = router
         self._line = line_to(router)
         self.replicas = replicas  # replica id -> replica
+        self.routed: list[RoutingRequest] = []
+        self.sent: list[GenerationRequest] = []
 
     def start(self) -> None:
         return None
@@ -69,11 +75,13 @@ class InProcessBackend:
         return next(iter(self.replicas.values())).engine.description
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
+        self.routed.append(request)
         return await self._line.acquire(request)
 
     async def generate(
         self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
     ) -> AsyncGenerator[RequestProgress, None]:
+        self.sent.append(request)
         stream = self.replicas[replica_id].asynchronous.generate(request)
         try:
             async for progress in stream:
@@ -109,7 +117,7 @@ class InProcessCluster:
     app: FastAPI
     backend: InProcessBackend
     replicas: list[Replica]
-    records: list[AccessRecord]
+    records: list[RequestRecord]
     add_replica: Callable[[], Awaitable[Replica]]
     """Starts one more, and returns when the router knows it."""
 
@@ -130,6 +138,8 @@ async def running_cluster(
     router_config: RouterConfig | None = None,
     num_replicas: int = 1,
     make_engine: Callable[[], EchoEngine] | None = None,
+    dialects: Sequence[Dialect] = DIALECTS,
+    targets: Sequence[LatencyTarget] = (),
 ) -> AsyncIterator[InProcessCluster]:
     """A gateway application over `num_replicas` echo engines, all running until the context ends."""
     router_config = router_config or RouterConfig()
@@ -167,9 +177,9 @@ async def running_cluster(
 
         for _ in range(num_replicas):
             await add_replica()
-        models = ModelRegistry([MODEL], backend, load_tokenizer=lambda source: tokenizer)
-        records: list[AccessRecord] = []
-        app = create_app(backend, config or NO_RESTARTS, models, records.append)
+        models = ModelRegistry([MODEL], backend, targets={MODEL: targets}, load_tokenizer=lambda source: tokenizer)
+        records: list[RequestRecord] = []
+        app = create_app(backend, config or NO_RESTARTS, models, lambda: RequestRecorder(log_access, records.append), dialects=dialects)
         await models.get(MODEL)
         try:
             yield InProcessCluster(app, backend, replicas, records, add_replica)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Literal
 
-from cluster.generation.backend import ReplicaGone, ReplicaHung
+from cluster.failures import ReplicaGone, ReplicaHung
 from kvcache.handoff import HeadShare, KVHandoff
 from replicas.engine_config import Role
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, TokenLogprob

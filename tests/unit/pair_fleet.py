@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.generation.backend import ReplicaDied, ReplicaGone
+from cluster.failures import ReplicaDied, ReplicaGone
 from cluster.generation.choice_streams import ChoiceStreams
 from cluster.generation.prepared_generation import PreparedGeneration
-from cluster.generation.replica_losses import FailoverPolicy
-from cluster.generation.served_model import ServedModel
-from cluster.telemetry.access_log import AccessRecord
+from cluster.models.served_model import ServedModel
+from cluster.settings.failover import FailoverPolicy
+from cluster.telemetry.request_record import RequestRecord
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.engine import Engine
 from replicas.engine.loader import load_engine
@@ -124,7 +124,7 @@ class Fleet:
         self.engines: dict[str, Engine] = {}
         self.replicas: dict[str, AsyncEngine] = {}
         self._tokenizer, self._kv_lease_s = tokenizer, kv_lease_s
-        self.record = AccessRecord(request_id="a", method="POST", path="/v1/completions", started_s=0.0)
+        self.record = RequestRecord(request_id="a", method="POST", path="/v1/completions", started_s=0.0)
 
     async def start(self, folder: Path, stack: AsyncExitStack) -> None:
         wiring = InProcessWiring()
@@ -147,9 +147,9 @@ class Fleet:
         request = GenerationRequest(request_id=name, prompt_ids=tuple(prompt), params=params, seed=7)
         prepared = PreparedGeneration(response_id=name, model=MODEL, requests=(request,), params=params)
         model = ServedModel(MODEL, self.engines["d"].description, self._tokenizer, created_s=0)
-        self.record = AccessRecord(request_id=name, method="POST", path="/v1/completions", started_s=0.0)
+        self.record = RequestRecord(request_id=name, method="POST", path="/v1/completions", started_s=0.0)
         tokens: list[list[int]] = [[] for _ in range(params.n)]
-        async with ChoiceStreams(prepared, model, backend, self.record, FailoverPolicy()) as streams:
+        async with ChoiceStreams(prepared, model, backend, FailoverPolicy(), self.record.see) as streams:
             async for delta in streams:
                 tokens[delta.index] += delta.token_ids
                 assert params.logprobs is None or [one.token_id for one in delta.logprobs] == list(delta.token_ids)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
 
 import pytest
 
 from cluster.settings.gateway_config import GatewayConfig
-from cluster.telemetry.access_log import AccessRecord, log_access
+from cluster.telemetry.access_log import log_access
+from cluster.telemetry.request_record import RequestRecord
 from replicas.text.tokenizer import Tokenizer
 from tests.unit.in_process_cluster import MODEL, TEXT, client_of, running_cluster
 
 
-def record(**fields: object) -> AccessRecord:
-    made = AccessRecord(request_id="r", method="POST", path=TEXT, started_s=10.0)
+def record(**fields: object) -> RequestRecord:
+    made = RequestRecord(request_id="r", method="POST", path=TEXT, started_s=10.0)
     for name, value in fields.items():
         setattr(made, name, value)
     return made
@@ -31,15 +31,10 @@ def test_line_holds_what_was_served_in_milliseconds(caplog: pytest.LogCaptureFix
     assert (line["tenant"], line["model"], line["finish_reason"], line["replica"]) == ("t", "m", "stop", "a,b")
 
 
-def test_pair_that_had_to_begin_anew_is_told_and_is_no_measure_of_predictions(caplog: pytest.LogCaptureFixture) -> None:
+def test_pair_that_had_to_begin_anew_is_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="manta.access")
-    made = record(decided_s=10.0, first_token_s=10.5, predicted_ttft_s=0.25)
-    assert made.prediction_ratio == 2.0
-    assert replace(made, num_losses=1).prediction_ratio is None, "whatever went on after it, nobody predicted it"
-    made.recomputes.append("prefill_lost")
-    assert made.prediction_ratio is None
-    log_access(made)
-    assert json.loads(caplog.messages[0])["recomputes"] == "prefill_lost"
+    log_access(record(recomputes=["prefill_lost", "first_token_differs"]))
+    assert json.loads(caplog.messages[0])["recomputes"] == "prefill_lost,first_token_differs"
 
 
 def test_routine_questions_are_logged_for_debugging_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from ray.serve import Application
 
 from cluster.app import build
 from cluster.settings.config import ConfigError
+from cluster.settings.latency_targets import LatencyTarget
 
 
 def test_build_binds_one_graph_for_several_models() -> None:
@@ -21,11 +22,12 @@ def test_build_refuses_wrong_args_in_one_line() -> None:
 
 def test_build_binds_a_deployment_for_each_pool_of_a_model() -> None:
     pools = {"prefill": {"num_replicas": 2, "engine": {"num_threads": 3}}, "decode": {"num_replicas": 3, "engine": {"num_threads": 1}}}
-    unified = {"name": "b", "drain_s": 5, "engine": {"num_threads": 2}}
+    unified = {"name": "b", "drain_s": 5, "engine": {"num_threads": 2}, "targets": [{"priority": 0, "ttft_s": 2}]}
     application = build(
         {"models": [{"name": "org/a", "mode": "disaggregated", "drain_s": 5, "engine": {"kv_lease_s": 7}, **pools}, unified]}
     )
-    _, _, replicas, _ = application._bound_deployment.init_args
+    _, _, replicas, targets, _ = application._bound_deployment.init_args
+    assert targets == {"org/a": (), "b": (LatencyTarget(priority=0, ttft_s=2.0),)}
     assert {model: tuple(roles) for model, roles in replicas.items()} == {"org/a": ("prefill", "decode"), "b": ("unified",)}
     deployments = [one._bound_deployment for roles in replicas.values() for one in roles.values()]
     assert [(each.name, each.num_replicas) for each in deployments] == [

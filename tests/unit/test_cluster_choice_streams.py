@@ -1,20 +1,19 @@
-"""Choices over a backend whose replicas and router fail as told."""
+"""The choices of one request as one stream: its order, its counts, and its end."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 
 import pytest
 
-from cluster.failures import GenerationFailed, Unavailable
-from cluster.generation.backend import ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft
+from cluster.failures import GenerationFailed
 from cluster.generation.choice_streams import ChoiceStreams
 from cluster.generation.prepared_generation import PreparedGeneration
-from cluster.generation.replica_losses import FailoverPolicy
-from cluster.generation.served_model import ServedModel
-from cluster.telemetry.access_log import AccessRecord
+from cluster.generation.request_events import ChoiceFinished, Decided, Dispatched, FirstToken, GenerationEnded, RequestEvent
+from cluster.generation.usage import Usage
+from cluster.models.served_model import ServedModel
+from cluster.settings.failover import FailoverPolicy
 from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
 from replicas.request import FinishReason, GenerationRequest, RequestProgress
@@ -23,36 +22,36 @@ from replicas.text.tokenizer import Tokenizer
 from router.snapshot import Decision, RoutingRequest
 from tests.unit.fake_backend import FakeBackend
 
-
-class _OneReplicaThatFails(FakeBackend):
-    """Its one message holds a token and the failure after it, as a reader that wakes up late gets them."""
-
-    async def generate(
-        self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
-    ) -> AsyncGenerator[RequestProgress, None]:
-        yield RequestProgress(key=request.key, attempt=0, token_ids=(504,), finish_reason=FinishReason.FAILED, error="NaN in layer 3")
+PARAMS = SamplingParams(max_tokens=3, n=2)
 
 
-class _Fleet(FakeBackend):
-    """A new replica for every decision. Each says one token, then ends as told, in order."""
+class _Counting(FakeBackend):
+    """Each choice gets three tokens in three messages. Of prompt `a` four tokens are cached for choice 0, two for choice 1."""
 
-    def __init__(self, *ends: type[ReplicaGone] | FinishReason) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._ends = list(ends)
+        self.num_open = 0
+        self.failing_prompt = ""
+        self.endless_prompt = ""
 
     def decide(self, request: RoutingRequest) -> Decision:
-        return Decision(request_id=request.request_id, replica_id=f"r{len(self.acquired)}")
+        return Decision(request_id=request.request_id, replica_id="only", predicted_ttft_s=0.25)
 
     async def generate(
         self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
     ) -> AsyncGenerator[RequestProgress, None]:
-        end = self._ends.pop(0)
-        is_last = isinstance(end, FinishReason) and end is not FinishReason.CANCELLED
-        yield RequestProgress(key=request.key, attempt=request.attempt, token_ids=(504,), finish_reason=end if is_last else None)
-        if isinstance(end, type):
-            raise end(replica_id, "as told")
-        if not is_last:
-            yield RequestProgress(key=request.key, attempt=request.attempt, finish_reason=end)
+        self.num_open += 1
+        num_cached = (4 if request.choice == 0 else 2) if request.request_id == "a" else 0
+        try:
+            if request.request_id == self.endless_prompt:
+                await asyncio.Event().wait()
+            for count in (1, 2, 3):
+                ending = (FinishReason.FAILED if request.request_id == self.failing_prompt else FinishReason.LENGTH) if count == 3 else None
+                yield RequestProgress(
+                    key=request.key, attempt=request.attempt, token_ids=(504,), num_cached_tokens=num_cached, finish_reason=ending
+                )
+        finally:
+            self.num_open -= 1
 
 
 @pytest.fixture
@@ -61,77 +60,71 @@ def model(default_tokenizer: Tokenizer) -> ServedModel:
     return ServedModel("m", description, default_tokenizer, created_s=0)
 
 
-def streams_over(
-    backend: FakeBackend, model: ServedModel, sleep: Callable[[float], Awaitable[None]], clock: Callable[[], float] = lambda: 0.0
-) -> ChoiceStreams:
-    params = SamplingParams(max_tokens=5)
-    request = GenerationRequest(request_id="a", prompt_ids=(1, 2), params=params, seed=0)
-    prepared = PreparedGeneration(response_id="a", model="m", requests=(request,), params=params)
-    record = AccessRecord(request_id="a", method="POST", path="/v1/completions", started_s=0.0)
-    return ChoiceStreams(prepared, model, backend, record, FailoverPolicy(), clock=clock, sleep=sleep)
+def prepared_of(*names: str, is_prompt_only: bool = False) -> PreparedGeneration:
+    requests = tuple(GenerationRequest(request_id=name, prompt_ids=(1, 2, 3, 4, 5), params=PARAMS, seed=0) for name in names)
+    return PreparedGeneration(response_id="x", model="m", requests=requests, params=PARAMS, is_prompt_only=is_prompt_only)
 
 
-async def test_replica_named_again_and_again_is_waited_for_and_then_given_up(model: ServedModel) -> None:
-    backend = FakeBackend()
-    pauses: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        assert len(pauses) < 1000, "it goes on for ever"
-
-    async with streams_over(backend, model, sleep, clock=lambda: sum(pauses)) as streams:
-        with pytest.raises(Unavailable, match="no replica can take the request"):
-            await anext(aiter(streams))
-    assert pauses[:6] == [0.0, 0.1, 0.2, 0.4, 0.8, 1.0]
-    assert 120 < sum(pauses) < 123  # FailoverPolicy.replica_timeout_s
-    assert sorted(backend.acquired) == sorted(backend.released)
-    assert not backend.gone, "a replica that drains is not dead"
+async def _read_all(streams: ChoiceStreams) -> None:
+    async with streams:
+        async for _ in streams:
+            pass
 
 
-async def tokens_of(streams: ChoiceStreams) -> int:
-    return sum([len(delta.token_ids) async for delta in streams])
+async def test_prompts_and_choices_are_numbered_and_counted_once_each(model: ServedModel) -> None:
+    backend, events = _Counting(), list[RequestEvent]()
+    async with ChoiceStreams(prepared_of("a", "b"), model, backend, FailoverPolicy(), events.append) as streams:
+        deltas = [delta async for delta in streams]
+    assert [sum(len(delta.token_ids) for delta in deltas if delta.index == index) for index in range(4)] == [3, 3, 3, 3]
+    usage = Usage(num_prompt_tokens=10, num_output_tokens=12, num_cached_tokens=4)
+    assert streams.usage == usage
+    told = [type(event) for event in events]
+    assert [told.count(kind) for kind in (Decided, Dispatched, FirstToken, ChoiceFinished)] == [2, 4, 1, 4]
+    last = events[-1]
+    assert isinstance(last, GenerationEnded)
+    assert last.usage == usage
+    assert sorted(event.index for event in events if isinstance(event, ChoiceFinished)) == [0, 1, 2, 3]
+    assert sorted(backend.released) == ["a", "b"]
 
 
-async def test_choice_present_at_two_deaths_runs_alone_and_goes_on(model: ServedModel) -> None:
-    backend = _Fleet(ReplicaDied, ReplicaDied, FinishReason.LENGTH)
-    async with streams_over(backend, model, asyncio.sleep) as streams:
-        assert await tokens_of(streams) == 3
-    assert [request.is_alone for request in backend.routed] == [False, False, True]
-    assert [sorted(request.excluded_replicas) for request in backend.routed] == [[], ["r1"], ["r1", "r2"]]
-    assert backend.gone == ["r1", "r2"]
+async def test_first_token_is_told_when_the_reader_takes_it(model: ServedModel) -> None:
+    events: list[RequestEvent] = []
+    async with ChoiceStreams(prepared_of("a"), model, _Counting(), FailoverPolicy(), events.append) as streams:
+        reader = aiter(streams)
+        await anext(reader)
+        assert isinstance(events[-1], FirstToken)
+        assert streams.usage.num_output_tokens == 1
 
 
-async def test_choice_that_also_kills_the_replica_it_has_alone_is_refused(model: ServedModel) -> None:
-    backend = _Fleet(ReplicaDied, ReplicaDied, ReplicaDied)
-    async with streams_over(backend, model, asyncio.sleep) as streams:
-        with pytest.raises(GenerationFailed, match="3 replicas died while they ran this request"):
-            await tokens_of(streams)
-    assert sorted(backend.acquired) == sorted(backend.released)
+async def test_leaving_ends_what_runs_and_counts_what_was_taken(model: ServedModel) -> None:
+    backend, events = _Counting(), list[RequestEvent]()
+    backend.endless_prompt = "b"
+    async with asyncio.timeout(30):
+        async with ChoiceStreams(prepared_of("a", "b"), model, backend, FailoverPolicy(), events.append) as streams:
+            async for _ in streams:
+                if backend.num_open == 2 and streams.usage.num_output_tokens == 6:
+                    break
+    assert backend.num_open == 0
+    assert sorted(backend.released) == ["a", "b"]
+    last = events[-1]
+    assert isinstance(last, GenerationEnded)
+    assert last.usage.num_output_tokens == 6
 
 
-async def test_hung_replica_counts_as_a_death_but_is_no_news_to_the_router(model: ServedModel) -> None:
-    backend = _Fleet(ReplicaHung, ReplicaHung, FinishReason.LENGTH)
-    async with streams_over(backend, model, asyncio.sleep) as streams:
-        assert await tokens_of(streams) == 3
-    assert backend.routed[-1].is_alone
-    assert not backend.gone
+async def test_failure_of_one_prompt_reaches_the_reader_and_ends_the_others(model: ServedModel) -> None:
+    backend = _Counting()
+    backend.failing_prompt, backend.endless_prompt = "a", "b"
+    streams = ChoiceStreams(prepared_of("a", "b"), model, backend, FailoverPolicy(), lambda event: None)
+    with pytest.raises(GenerationFailed):
+        await asyncio.wait_for(_read_all(streams), 30)
+    assert backend.num_open == 0
+    assert sorted(backend.released) == ["a", "b"]
 
 
-async def test_replicas_that_drain_say_nothing_against_a_choice(model: ServedModel) -> None:
-    backend = _Fleet(*[ReplicaLeft, FinishReason.CANCELLED] * 3, FinishReason.LENGTH)
-    async with streams_over(backend, model, asyncio.sleep) as streams:
-        assert await tokens_of(streams) == 7
-    assert not any(request.is_alone for request in backend.routed)
-
-
-async def test_tokens_in_one_message_with_a_failure_come_before_it_and_its_reason_is_logged_only(
-    model: ServedModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with streams_over(_OneReplicaThatFails(), model, asyncio.sleep) as streams:
-        deltas = aiter(streams)
-        assert (await anext(deltas)).token_ids == (504,)
-        with pytest.raises(GenerationFailed, match="the engine failed while it ran this request; the server's log has the reason"):
-            await anext(deltas)
-    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
-        "request a choice 0 failed on only: NaN in layer 3"
-    ]
+async def test_prompt_only_request_asks_nobody_and_ends_each_choice(model: ServedModel) -> None:
+    backend, events = _Counting(), list[RequestEvent]()
+    async with ChoiceStreams(prepared_of("a", is_prompt_only=True), model, backend, FailoverPolicy(), events.append) as streams:
+        assert [(delta.index, delta.finish_reason) async for delta in streams] == [(0, FinishReason.LENGTH), (1, FinishReason.LENGTH)]
+    assert backend.routed == []
+    assert [type(event) for event in events] == [GenerationEnded]
+    assert streams.usage == Usage(num_prompt_tokens=5)

@@ -175,6 +175,28 @@ def test_shipped_config_is_valid(path: str) -> None:
             for lease_s in (0, 1e12)
         ),
         ({"models": [{"name": "a", "engine": {"transfer_host": "0.0.0.0"}}]}, "args: models[0].engine.transfer_host must be an address"),
+        (
+            {"models": [{"name": "a", "targets": [{"ttft_s": 2}, {"priority": 0, "ttft_s": 3}]}]},
+            "args: models[0].targets must be in ascending order of different priorities, got 0, 0",
+        ),
+        (
+            {"models": [{"name": "a", "targets": [{"priority": 5, "ttft_s": 2}, {"priority": -1, "ttft_s": 3}]}]},
+            "args: models[0].targets must be in ascending order of different priorities, got 5, -1",
+        ),
+        (
+            {"models": [{"name": "a", "targets": [{"ttft_s": 2}, {"priority": 1}]}]},
+            "args: models[0].targets[1].ttft_s or tpot_s must be set",
+        ),
+        ({"models": [{"name": "a", "targets": [{"ttft_s": 0}]}]}, "args: models[0].targets[0].ttft_s must be above 0, got 0"),
+        ({"models": [{"name": "a", "targets": [{"tpot_s": -1}]}]}, "args: models[0].targets[0].tpot_s must be above 0, got -1"),
+        (
+            {"models": [{"name": "a", "targets": [{"priority": 10**9, "ttft_s": 1}]}]},
+            "args: models[0].targets[0].priority must be from -1000000 to 1000000, got 1000000000",
+        ),
+        (
+            {"models": [{"name": "a", "targets": [{"ttf_s": 1}]}]},
+            "args: models[0].targets[0].ttf_s: unknown key; did you mean 'ttft_s'?",
+        ),
         ({"models": [{"name": "a", "drain_s": 1e12}]}, "args: models[0].drain_s must be from 0 to"),
         (_disaggregated(decode={"num_replicas": 0}), "args: models[0].decode.num_replicas must be at least 1, got 0"),
         (_disaggregated(prefill={"engine": {"max_num_seqs": 0}}), "args: models[0].prefill.engine.max_num_seqs must be at least 1, got 0"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -55,32 +56,42 @@ async def test_disconnect_in_decode_frees_every_block(cluster: InProcessCluster,
     assert cluster.records[-1].status == 499
 
 
+async def wait_router(cluster: InProcessCluster, is_so: Callable[[dict[str, Any]], bool]) -> None:
+    """Waits until what the router says of the model is so."""
+    async with asyncio.timeout(30):
+        while not is_so((await cluster.backend.describe_router()).get(MODEL, {"num_waiting": 0, "num_bookings": 0})):
+            await asyncio.sleep(0.002)  # nothing tells of the router's view
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_disconnect_while_queued_leaves_the_queue(cluster: InProcessCluster, port: int, stream: bool) -> None:
     engine = cluster.replicas[0].engine
     engine.gate.clear()
-    writers = [(await post(port, stream=stream))[1] for _ in range(40)]  # 16 run or wait inside, the rest in the router
-    await asyncio.sleep(0.1)
+    writers = [(await post(port, stream=stream))[1] for _ in range(40)]  # most are sent on, for 16 may run; the rest queues
+    await wait_router(
+        cluster, lambda described: described["num_waiting"] > 0 and described["num_waiting"] + described["num_bookings"] == 40
+    )
     for writer in writers:
         writer.close()
-    async with asyncio.timeout(30):
-        while any(model["num_waiting"] for model in (await cluster.generation.backend.describe_router()).values()):
-            await asyncio.sleep(0.005)
+    await wait_router(cluster, lambda described: described["num_waiting"] == 0)
     engine.gate.set()
     await cluster.wait_idle()
-    async with asyncio.timeout(30):
-        while any(model["num_bookings"] for model in (await cluster.generation.backend.describe_router()).values()):
-            await asyncio.sleep(0.005)
+    await wait_router(cluster, lambda described: described["num_bookings"] == 0)
+    assert len(cluster.backend.routed) == 40
+    assert len(cluster.backend.sent) < 40, "who left the queue was never sent to a replica"
+    assert engine.stats().num_finished == 0
+    assert [record.status for record in cluster.records] == [499] * 40
 
 
 async def test_streams_closed_at_random_moments_hold_no_block(cluster: InProcessCluster, port: int) -> None:
     dice = random.Random(5)
 
     async def one() -> None:
-        reader, writer = await post(port, stream=True, prompt="word " * dice.randint(1, 200))
-        await asyncio.sleep(dice.random() * 0.3)
-        if dice.random() < 0.5:
-            await reader.read(dice.randint(1, 4000))
+        reader, writer = await post(port, stream=True, prompt="word " * dice.randint(1, 100))
+        if (num_events := dice.randint(-1, 30)) >= 0:  # else it leaves at once
+            await reader.readuntil(b"\r\n\r\n")
+        for _ in range(num_events):
+            await reader.readuntil(b"\n\n")
         writer.close()
 
     await asyncio.gather(*(one() for _ in range(32)))

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.generation.replica_losses import FailoverPolicy
+from cluster.settings.failover import FailoverPolicy
 from cluster.settings.gateway_config import GatewayConfig
 from replicas.text.tokenizer import Tokenizer
 from router.config import RouterConfig
@@ -206,7 +206,7 @@ async def test_death_of_the_only_replica_is_a_pause_until_it_is_back(default_tok
         cluster.replicas[0].engine.tokens_left = 100
         stream = asyncio.create_task(client.post(TEXT, json={"model": MODEL, "prompt": prompt, "max_tokens": 1000, "stream": True}))
         async with asyncio.timeout(30):
-            while (await cluster.generation.backend.describe_router())[MODEL]["replicas"]:
+            while (await cluster.backend.describe_router())[MODEL]["replicas"]:
                 await asyncio.sleep(0.002)  # nothing tells of the router's view
             assert (await client.post(TEXT, json={"model": MODEL, "prompt": "x", "max_tokens": 1})).status_code == 503
         await cluster.add_replica()
@@ -235,7 +235,8 @@ async def test_explain_tells_why_a_request_went_where_it_went(default_tokenizer:
             assert one["candidates"][0]["cost_s"] == pytest.approx(sum(one["candidates"][0]["terms"].values()), abs=1e-3)
         missing = await client.get("/debug/router/explain/nobody")
         assert missing.status_code == 404
-        assert "nobody" in missing.json()["error"]["message"]
+        assert missing.json()["error"]["code"] == "decision_not_found"
+        assert "No decision on 'nobody' is kept" in missing.json()["error"]["message"]
 
 
 async def test_priority_header_sets_the_tier_and_a_wrong_one_is_refused(default_tokenizer: Tokenizer) -> None:
@@ -249,7 +250,7 @@ async def test_priority_header_sets_the_tier_and_a_wrong_one_is_refused(default_
             for p in [0] * 20 + [7] * 5
         ]
         async with asyncio.timeout(30):
-            while "7" not in (await cluster.generation.backend.describe_router()).get(MODEL, {}).get("tiers", {}):
+            while "7" not in (await cluster.backend.describe_router()).get(MODEL, {}).get("tiers", {}):
                 await asyncio.sleep(0.002)
         cluster.replicas[0].engine.gate.set()
         assert {response.status_code for response in await asyncio.gather(*calls)} == {200}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.generation.backend import ReplicaDied, ReplicaHung, ReplicaLeft
+from cluster.failures import ReplicaDied, ReplicaHung, ReplicaLeft
 from replicas.handoff.handoffs import Handoffs
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer

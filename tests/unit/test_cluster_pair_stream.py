@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cluster.failures import GenerationFailed
-from cluster.generation.backend import ReplicaDied, ReplicaHung, ReplicaLeft
-from cluster.generation.choice_streams import ChoiceDelta, ChoiceStreams
+from cluster.failures import GenerationFailed, ReplicaDied, ReplicaHung, ReplicaLeft
+from cluster.generation.choice_delta import ChoiceDelta
+from cluster.generation.choice_streams import ChoiceStreams
 from cluster.generation.prepared_generation import PreparedGeneration, routing_request
-from cluster.generation.replica_losses import FailoverPolicy
-from cluster.generation.served_model import ServedModel
-from cluster.telemetry.access_log import AccessRecord
+from cluster.models.served_model import ServedModel
+from cluster.settings.failover import FailoverPolicy
+from cluster.telemetry.request_record import RequestRecord
 from replicas.model_description import ModelDescription
 from replicas.request import FinishReason, GenerationRequest, RequestRejected, TokenLogprob
 from replicas.sampling_params import SamplingParams
@@ -31,7 +31,7 @@ LOSSES: tuple[Loss, ...] = (ReplicaDied, ReplicaHung, ReplicaLeft, FinishReason.
 class Answer:
     """One HTTP request's choices, as their reader got them."""
 
-    record: AccessRecord
+    record: RequestRecord
     deltas: dict[int, list[ChoiceDelta]] = field(default_factory=dict)
 
     def tokens(self, index: int = 0) -> list[int]:
@@ -60,13 +60,13 @@ def ask(default_tokenizer: Tokenizer, backend: PairBackend) -> Ask:
 
     async def read(answer: Answer, params: SamplingParams, policy: FailoverPolicy) -> Answer:
         prepared = PreparedGeneration(response_id="a", model="m", requests=(replace(REQUEST, params=params),), params=params)
-        async with asyncio.timeout(30), ChoiceStreams(prepared, model, backend, answer.record, policy) as streams:
+        async with asyncio.timeout(30), ChoiceStreams(prepared, model, backend, policy, answer.record.see) as streams:
             async for delta in streams:
                 answer.deltas.setdefault(delta.index, []).append(delta)
         return answer
 
     def begin(params: SamplingParams = PARAMS, policy: FailoverPolicy | None = None) -> asyncio.Task[Answer]:
-        record = AccessRecord(request_id="a", method="POST", path="/v1/completions", started_s=0.0)
+        record = RequestRecord(request_id="a", method="POST", path="/v1/completions", started_s=0.0)
         return asyncio.create_task(read(Answer(record), params, policy or FailoverPolicy()))
 
     return begin

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster.generation.backend import RouterGone
+from cluster.failures import RouterGone
 from cluster.serve.router_line import RouterLine
 from router.live.batch import Answer, Answers, Batch, PrefillEnded, RequestEnded
 from router.snapshot import Decision, Rejection, RoutingRequest

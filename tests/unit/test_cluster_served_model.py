@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from cluster.generation.served_model import SHORT_TEXT_CHARS, ServedModel
+from cluster.models.served_model import SHORT_TEXT_CHARS, ServedModel
 from replicas.model_description import ModelDescription
 
 DESCRIPTION = ModelDescription(max_model_len=64, vocab_size=512, block_size=4, dtype="float32", tokenizer_source="none")

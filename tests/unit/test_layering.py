@@ -112,7 +112,21 @@ def test_torch_is_never_imported_by_gateway_router_and_text() -> None:
     assert wrong == []
 
 
+def test_formats_of_http_are_imported_only_by_the_protocols() -> None:
+    dialects = tuple(f"cluster.protocols.{path.name}" for path in (ROOT / "cluster" / "protocols").iterdir() if path.is_dir())
+    assert "cluster.protocols.openai" in dialects
+    wrong = [
+        name
+        for name, path in modules().items()
+        if not is_under(name, ("cluster.protocols",)) and any(is_under(i, dialects) for i in imports_of(path))
+    ]
+    assert wrong == []
+
+
 ROOMS = {
+    "cluster": (
+        "app", "gateway", "local", "serve", "web", "protocols", "telemetry", "generation", "models", "principal", "settings",
+    ),
     "router": ("deployment", "simulator", "live", "router", "model_router", "waiting", "policies", "fleet"),
     "replicas": (
         "deployment", "llm", "serve", "engine", "ranks", "handoff", "model", "sharding", "linear", "attention", "scheduling", "sampling",

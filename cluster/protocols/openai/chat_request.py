@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from cluster.protocols.openai.generation_fields import GenerationFields, Identifier, without_surrogates
-from cluster.protocols.openai.wire import WireModel, json_type
+from cluster.protocols.wire import WireModel, json_type
 
 # Parameter -> values that ask for nothing. Everything else about them is refused by name.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from cluster.protocols.openai.generation_fields import GenerationFields, without_surrogates
-from cluster.protocols.openai.wire import json_type, shown
+from cluster.protocols.wire import json_type, shown
 
 # Parameter -> values that ask for nothing. Everything else about them is refused by name.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",)}

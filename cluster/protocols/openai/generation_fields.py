@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from cluster.failures import BadRequest
-from cluster.protocols.openai.wire import WireModel, is_number_within, json_type, shown
+from cluster.protocols.wire import WireModel, is_number_within, json_type, shown
 from cluster.settings.limits import RequestLimits
 from cluster.settings.priorities import MAX_PRIORITY
 from replicas.sampling_params import MAX_LOGPROBS

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.generation.choice_streams import ChoiceDelta
-from cluster.generation.prepared_generation import PreparedGeneration
+from cluster.generation.choice_delta import ChoiceDelta
+from cluster.protocols.openai.answer_form import AnswerForm
 from replicas.request import TokenLogprob
-from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI's description gives for a token that is very unlikely; JSON has no infinity
@@ -49,18 +48,19 @@ class CompletionLogprobs:
     character; one that text leaves out (a special token) takes no room.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._tokenizer = tokenizer
-        self._num_top = params.logprobs or 0
-        self._skips_special = params.skip_special_tokens
+    def __init__(self, form: AnswerForm) -> None:
+        self._form = form
+        self._tokenizer = form.model.tokenizer
+        self._num_top = form.generation.params.logprobs or 0
+        self._skips_special = form.generation.params.skip_special_tokens
         self._offset = 0
 
-    def take_echo(self, prepared: PreparedGeneration, index: int, first: ChoiceDelta) -> dict[str, list[Any]]:
-        """Of the echoed prompt of choice `index`, whose first delta is `first`. Goes first; empty without such an echo."""
-        echo = prepared.echo(index)
+    def take_echo(self, index: int, first: ChoiceDelta) -> dict[str, list[Any]]:
+        """The echoed prompt of choice `index`, whose first delta is `first`. Called first; empty without such an echo."""
+        echo = self._form.echo(index)
         found = _empty_logprobs()
-        if prepared.echoes_logprobs:
-            first_id, *_ = prepared.prompt_ids(index)
+        if self._form.echoes_logprobs:
+            first_id, *_ = self._form.generation.prompt_ids(index)
             self._append(found, first_id, None, {}, echo)
             for token in first.prompt_logprobs or ():
                 self._append(found, token.token_id, _finite(token.logprob), self._top(token), echo)
@@ -68,7 +68,7 @@ class CompletionLogprobs:
         return found
 
     def take(self, tokens: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
-        """Of generated tokens."""
+        """Generated tokens."""
         found = _empty_logprobs()
         for token in tokens:
             self._append(found, token.token_id, _finite(token.logprob), self._top(token), None)

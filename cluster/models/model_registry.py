@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 
-from cluster.failures import ModelNotFound, Unavailable
-from cluster.generation.backend import Backend, ReplicaGone
-from cluster.generation.served_model import ServedModel
+from cluster.backend import Backend
+from cluster.failures import ModelNotFound, ReplicaGone, Unavailable
+from cluster.models.served_model import ServedModel
+from cluster.settings.latency_targets import LatencyTarget
 from replicas.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -24,13 +25,15 @@ class ModelRegistry:
         names: Sequence[str],
         backend: Backend,
         *,
+        targets: Mapping[str, Sequence[LatencyTarget]] | None = None,
         load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
         wait_s: float = 10.0,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """`wait_s`: how long a request waits for a model that is still loading."""
+        """`targets` has those of each model that has some. `wait_s`: how long a request waits for a model that is still loading."""
         self._names = tuple(names)
         self._backend = backend
+        self._targets = targets or {}
         self._load_tokenizer = load_tokenizer
         self._wait_s = wait_s
         self._now_s = now_s
@@ -79,7 +82,7 @@ class ModelRegistry:
     async def _load(self, name: str) -> ServedModel:
         description = await self._backend.describe(name)
         tokenizer = await asyncio.to_thread(self._load_tokenizer, description.tokenizer_source)
-        model = self._models[name] = ServedModel(name, description, tokenizer, int(self._now_s()))
+        model = self._models[name] = ServedModel(name, description, tokenizer, int(self._now_s()), self._targets.get(name, ()))
         logger.info("model %s: %s", name, description)
         return model
 

@@ -98,7 +98,7 @@ _EXPECTED = {
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
 }
-"""What pydantic's kinds of errors say, in the words of JSON."""
+"""Pydantic's kinds of errors in the words of JSON."""
 
 _SIZES = {"string_too_long": "at most {max_length} {unit}", "too_long": "at most {max_length} {unit}", "too_short": "at least one entry"}
 

@@ -1,4 +1,4 @@
-"""What the gateway needs from the rest of the cluster. Serve implements it with actors, tests with an engine in process."""
+"""The rest of the cluster as the gateway needs it. Serve implements it with actors, tests with an engine in process."""
 
 from __future__ import annotations
 
@@ -9,33 +9,6 @@ from replicas.engine_config import Role
 from replicas.model_description import ModelDescription
 from replicas.request import GenerationRequest, RequestProgress
 from router.snapshot import Decision, Rejection, RoutingRequest
-
-
-class ReplicaGone(Exception):
-    """The chosen replica cannot go on with the request. Another decision may succeed.
-
-    Not raised when the engine itself refuses or fails a request: those are RequestRejected and a FAILED progress.
-    """
-
-    def __init__(self, replica_id: str, reason: str) -> None:
-        super().__init__(f"replica {replica_id} is gone: {reason}")
-        self.replica_id = replica_id
-
-
-class ReplicaDied(ReplicaGone):
-    """It died, or hangs, while it had the request, which may be the reason."""
-
-
-class ReplicaHung(ReplicaDied):
-    """The router has fenced it."""
-
-
-class ReplicaLeft(ReplicaGone):
-    """It never took the request, or handed it back, e.g. because it drains. Nothing is said against the request."""
-
-
-class RouterGone(Exception):
-    """The router died or did not answer. It is restarted and rebuilt from reports within seconds."""
 
 
 class Backend(Protocol):
@@ -85,5 +58,5 @@ class Backend(Protocol):
         ...
 
     async def explain(self, request_id: str) -> list[Decision | Rejection]:
-        """What the router decided lately on a request and its resends. Raises RouterGone."""
+        """Recent decisions of the router on a request and its resends. Raises RouterGone."""
         ...

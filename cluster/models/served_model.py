@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from cluster.settings.latency_targets import LatencyTarget
 from replicas.model_description import ModelDescription
 from replicas.text.tokenizer import Tokenizer
 
@@ -18,11 +19,15 @@ SHORT_TEXT_CHARS = 1000
 class ServedModel:
     """Owns the tokenizer of one model. Work on text that is not short runs in a thread, off the event loop."""
 
-    def __init__(self, name: str, description: ModelDescription, tokenizer: Tokenizer, created_s: int) -> None:
+    def __init__(
+        self, name: str, description: ModelDescription, tokenizer: Tokenizer, created_s: int, targets: Sequence[LatencyTarget] = ()
+    ) -> None:
+        """`targets` are in ascending order of their priorities."""
         self.name = name
         self.description = description
         self.tokenizer = tokenizer
         self.created_s = created_s
+        self.targets = tuple(targets)
         facts = f"{name}:{description.tokenizer_source}:{description.dtype}:{description.weights_version}"
         self.fingerprint = f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
@@ -58,13 +63,3 @@ class ServedModel:
         )
         num_chars = sum(len(text) for message in messages for text in message.values())
         return encode() if num_chars <= SHORT_TEXT_CHARS and not template_kwargs else await asyncio.to_thread(encode)
-
-    def model_card(self) -> dict[str, Any]:
-        """The `Model` object of OpenAI's description, with the context length beside it."""
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.created_s,
-            "owned_by": "manta",
-            "max_model_len": self.description.max_model_len,
-        }

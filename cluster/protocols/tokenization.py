@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from cluster.failures import BadRequest
-from cluster.generation.served_model import ServedModel
+from cluster.models.served_model import ServedModel
 from cluster.protocols.openai.chat_request import ChatMessage
 from cluster.protocols.openai.generation_fields import Identifier, Text
-from cluster.protocols.openai.wire import WireModel, parse_body, shown
+from cluster.protocols.wire import WireModel, parse_body, shown
 from cluster.settings.limits import RequestLimits
 
 

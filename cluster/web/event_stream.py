@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.web.disconnect import run_until_disconnect
-
-DONE = b"data: [DONE]\n\n"
-
-
-def event(data: Mapping[str, Any]) -> bytes:
-    """One event. JSON escapes line breaks, so that one line always holds it."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class EventStream(Response):

@@ -1,0 +1,23 @@
+"""One piece of an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replicas.request import FinishReason, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceDelta:
+    """New text and tokens of one choice. The last delta of each choice, and only it, has a `finish_reason`."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """One per prompt token after the first, in the first delta of each choice, when the request asks for them."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that its replica found cached."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None

@@ -1,0 +1,11 @@
+"""The dialects that are served."""
+
+from __future__ import annotations
+
+from cluster.protocols.dialect import Dialect
+from cluster.protocols.openai.chat import ChatDialect
+from cluster.protocols.openai.completions import CompletionDialect
+
+DIALECTS: tuple[Dialect, ...] = (ChatDialect(), CompletionDialect())
+DEFAULT_DIALECT = DIALECTS[0]
+"""Writes the errors of requests that no dialect has been found for."""

@@ -1,0 +1,112 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.failures import BadRequest
+from cluster.generation.prepared_generation import PreparedGeneration
+from cluster.generation.request_context import RequestContext
+from cluster.models.served_model import ServedModel
+from cluster.protocols.openai.answer_form import AnswerForm
+from cluster.protocols.openai.chat_answers import ChatAnswer, ChatEvents
+from cluster.protocols.openai.chat_request import UNSUPPORTED, ChatCompletionRequest
+from cluster.protocols.openai.conversion import far_over_context, prepare, too_many
+from cluster.protocols.openai.errors import ErrorWriter
+from cluster.protocols.wire import parse_body, parse_json_object, refuse_unsupported
+from cluster.settings.limits import RequestLimits
+from replicas.text.tokenizer import TextTooLong
+
+
+class ChatDialect(ErrorWriter):
+    """A Dialect."""
+
+    path = "/v1/chat/completions"
+
+    def parse(self, body: bytes, limits: RequestLimits) -> ParsedChat:
+        fields = parse_json_object(body)
+        return ParsedChat(body=_parse(fields, limits), prompt=fields.get("messages"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedChat:
+    """A ParsedCall."""
+
+    body: ChatCompletionRequest
+    prompt: object
+
+    @property
+    def model(self) -> str:
+        return self.body.model
+
+    @property
+    def user(self) -> str | None:
+        return self.body.user
+
+    async def prepare(self, model: ServedModel, context: RequestContext) -> PreparedChat:
+        body = self.body
+        continues = bool(body.continue_final_message)
+        try:
+            prompt_ids = await model.chat_prompt_ids(
+                [message.for_template() for message in body.messages],
+                add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+                continue_final_message=continues,
+                template_kwargs=body.chat_template_kwargs,
+                limit=model.description.max_model_len,
+            )
+        except TextTooLong as error:
+            raise far_over_context("messages", model) from error
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        form = prepare(
+            body,
+            model,
+            context,
+            response_id=f"chatcmpl-{secrets.token_hex(12)}",
+            prompts=[tuple(prompt_ids)],
+            prompt_param="messages",
+            max_tokens=max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+        return PreparedChat(form=form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedChat:
+    """A PreparedCall."""
+
+    form: AnswerForm
+
+    @property
+    def generation(self) -> PreparedGeneration:
+        return self.form.generation
+
+    def stream_writer(self) -> ChatEvents:
+        return ChatEvents(self.form)
+
+    def answer_writer(self) -> ChatAnswer:
+        return ChatAnswer(self.form)
+
+
+def _parse(fields: Mapping[str, Any], limits: RequestLimits) -> ChatCompletionRequest:
+    body = parse_body(ChatCompletionRequest, refuse_unsupported(fields, UNSUPPORTED))
+    body.check_limits(limits)
+    if len(body.messages) > limits.max_messages:
+        raise too_many("messages", len(body.messages), limits.max_messages)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise BadRequest(
+            "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", param="top_logprobs", code="invalid_value"
+        )
+    if body.max_tokens == 0:
+        raise BadRequest("Invalid value for 'max_tokens': must be at least 1, got 0.", param="max_tokens", code="invalid_value")
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise BadRequest(
+            "'max_tokens' and 'max_completion_tokens' mean the same: set only one.", param="max_completion_tokens", code="invalid_value"
+        )
+    if body.continue_final_message and body.add_generation_prompt:
+        raise BadRequest(
+            "'continue_final_message' and 'add_generation_prompt' exclude each other.", param="continue_final_message", code="invalid_value"
+        )
+    return body
