@@ -4,16 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.model.default_model import prepare_default_model
 from replicas.text.detokenizer import IncrementalDetokenizer
 from replicas.text.tokenizer import Tokenizer
 from tests.prompts import reading_tasks, tricky_strings
 from tests.small_tokenizers import FAMILIES, small_tokenizer
-
-
-@pytest.fixture(scope="module")
-def default_tokenizer():
-    return Tokenizer.load(prepare_default_model())
 
 
 def pieces(tokenizer, ids, cuts, skip_special_tokens=True):
