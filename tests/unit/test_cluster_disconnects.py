@@ -88,11 +88,15 @@ async def test_streams_closed_at_random_moments_hold_no_block(cluster: InProcess
 
     async def one() -> None:
         reader, writer = await post(port, stream=True, prompt="word " * dice.randint(1, 100))
-        if (num_events := dice.randint(-1, 30)) >= 0:  # else it leaves at once
-            await reader.readuntil(b"\r\n\r\n")
-        for _ in range(num_events):
-            await reader.readuntil(b"\n\n")
-        writer.close()
+        try:
+            if (num_events := dice.randint(-1, 30)) >= 0:  # else it leaves at once
+                await reader.readuntil(b"\r\n\r\n")
+            for _ in range(num_events):
+                await reader.readuntil(b"\n\n")
+        except asyncio.IncompleteReadError:  # tokens that come together are one event, so the answer may have fewer
+            pass
+        finally:
+            writer.close()
 
     await asyncio.gather(*(one() for _ in range(32)))
     await cluster.wait_idle()
