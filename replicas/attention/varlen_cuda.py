@@ -20,7 +20,6 @@ class VarlenCudaAttention:
     name = "varlen_cuda"
     layout = KVLayout("thd", "thd")
     is_recordable = True
-    dtypes = (torch.float16, torch.bfloat16)
 
     def __init__(self, varlen_attn: Callable[..., object] | None = None) -> None:
         """`varlen_attn` stands in for torch's own."""

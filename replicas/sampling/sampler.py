@@ -286,7 +286,7 @@ def _top_p_thresholds(probs_SV: Tensor, top_p: list[float]) -> Tensor | None:
     rows = [row for row, p in enumerate(top_p) if p < 1]
     if not rows:
         return None
-    least_S = torch.zeros(len(top_p), device=probs_SV.device)
+    least_S = torch.zeros(len(top_p), device=probs_SV.device, dtype=probs_SV.dtype)
     top_p_S = torch.tensor(top_p, device=probs_SV.device, dtype=torch.float64)
     vocab_size = probs_SV.shape[1]
     for num_candidates in (*(num for num in _NUM_CANDIDATES if num < vocab_size), vocab_size):
