@@ -137,7 +137,7 @@ ROOMS = {
 from left to right. Modules that are not named are contracts: they import no folder."""
 
 MAX_MODULES_PER_FOLDER = 14
-MAX_LINES_PER_MODULE = 402
+MAX_LINES_PER_MODULE = 400
 
 
 @pytest.mark.parametrize("package", ROOMS)
