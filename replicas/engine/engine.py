@@ -11,7 +11,7 @@ from replicas.attention.step_tensors import StepTensors
 from replicas.engine.chunk_sampler import ChunkSampler, DrawnTokens
 from replicas.engine.step_statistics import StepStatistics
 from replicas.handoff.kv_exchange import KVExchange, NoExchange
-from replicas.model.runner import ModelRunner, StepResult
+from replicas.model.runner import ModelRunner
 from replicas.model_description import ModelDescription
 from replicas.ranks.leader import Leader
 from replicas.request import (
@@ -110,43 +110,47 @@ class Engine:
         loaded = self.handoffs.collect()
         plan = self.scheduler.schedule()
         self.handoffs.reserve()
-        if plan.chunks:
-            output = self._compute(plan)
-        else:
-            output = StepOutput(progress=tuple(self.scheduler.take_ended()), num_preemptions=plan.num_preemptions)
-            if may_wait and not (output.progress or loaded):
-                self.handoffs.wait()
-        output = replace(output, progress=_merged([*loaded, *output.progress]), step_s=self._clock() - start_s if plan.chunks else 0.0)
+        output = self._compute(plan, loaded, start_s) if plan.chunks else self._idle(plan, loaded, may_wait=may_wait)
         self._statistics.add(output)
         return output
 
-    def _compute(self, plan: StepPlan) -> StepOutput:
-        """Runs, samples and updates; `step_s` of the output is not set."""
-        result: StepResult | None = None
+    def _compute(self, plan: StepPlan, loaded: list[RequestProgress], start_s: float) -> StepOutput:
+        """Run, sample, update."""
+        is_graphed = False
         offers: list[RequestProgress] = []
         try:
             result = self._runner.forward(StepTensors.of(plan, self.description.block_size))
             drawn = self._chunk_sampler.sample(plan, result.logits_NV)
-        except (RuntimeError, MemoryError) as error:  # torch raises these for a failed kernel or no memory
+        except (RuntimeError, MemoryError) as error:  # what torch raises for a failed kernel or no memory
             logger.exception("a step of %d requests failed", len(plan.chunks))
             progress = self.scheduler.fail_step(plan, f"the engine step failed: {error}")
             self._num_failed_steps += 1
-        except BaseException:  # a second interrupt, or our bug: blocks that were not written must not be found
+        except BaseException:  # a second interrupt, or a bug of ours: nobody may find blocks that nobody wrote
             self.scheduler.pool.forget(plan.published)
             raise
         else:
             self._num_failed_steps = 0
+            is_graphed = result.is_graphed
             offers = self.handoffs.note_step(plan)
             progress = _with_logprobs(plan, drawn, self.scheduler.update(plan, drawn.token_ids, drawn.errors))
         self.handoffs.note_progress(progress)
+        num_prefill = plan.num_prefill_tokens
         return StepOutput(
-            progress=(*offers, *progress),
-            num_prefill_tokens=plan.num_prefill_tokens,
-            num_decode_tokens=plan.num_tokens - plan.num_prefill_tokens,
+            progress=_merged(loaded, offers, progress),
+            num_prefill_tokens=num_prefill,
+            num_decode_tokens=plan.num_tokens - num_prefill,
             num_preemptions=plan.num_preemptions,
+            is_graphed=is_graphed,
             cuts_a_prompt=plan.cuts_a_prompt,
-            is_graphed=result is not None and result.is_graphed,
+            step_s=self._clock() - start_s,
         )
+
+    def _idle(self, plan: StepPlan, loaded: list[RequestProgress], *, may_wait: bool) -> StepOutput:
+        """Nothing to compute: reports what ended, or waits a little for transfers."""
+        progress = self.scheduler.take_ended()
+        if may_wait and not (progress or loaded):
+            self.handoffs.wait()
+        return StepOutput(progress=_merged(loaded, progress), num_preemptions=plan.num_preemptions)
 
     def wake(self) -> None:
         """Ends a step that waits for transfers. Callable from any thread."""
@@ -214,11 +218,11 @@ def _with_logprobs(plan: StepPlan, drawn: DrawnTokens, progress: list[RequestPro
     return completed
 
 
-def _merged(progress: list[RequestProgress]) -> tuple[RequestProgress, ...]:
+def _merged(*parts: list[RequestProgress]) -> tuple[RequestProgress, ...]:
     """One progress for each request and attempt, in the order of their first appearance."""
     merged: list[RequestProgress] = []
     places: dict[tuple[RequestKey, int], int] = {}
-    for item in progress:
+    for item in (item for part in parts for item in part):
         name = (item.key, item.attempt)
         place = places.get(name)
         if place is not None and merged[place].finish_reason is None:
