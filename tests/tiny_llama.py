@@ -28,12 +28,13 @@ def save_tiny_llama(folder: Path) -> Path:
 
 
 def shared_prompts(num_prompts: int, max_tokens: int = 100) -> list[list[int]]:
-    """The beginnings of so many reading tasks, two of each text, in twelve languages when there are enough."""
+    """The beginnings of so many reading tasks in twelve languages: two questions about each text, after the same 61 bytes."""
     tasks = reading_tasks()
     step = max(1, len(tasks) // ((num_prompts + 1) // 2))
-    texts = [f"{context[:60]} {question}" for context, questions in tasks[::step] for question in questions]
-    assert len(texts) >= num_prompts, "there are fewer prompts than were asked for"
-    return [[FIRST_BYTE + byte for byte in text.encode()[:max_tokens]] for text in texts[:num_prompts]]
+    texts = [context.encode()[:60] + b" " + question.encode() for context, questions in tasks[::step] for question in questions]
+    prompts = [[FIRST_BYTE + byte for byte in text[:max_tokens]] for text in texts[:num_prompts]]
+    assert len({tuple(prompt) for prompt in prompts}) == num_prompts, "there are fewer prompts than were asked for"
+    return prompts
 
 
 def generated_by_transformers(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
