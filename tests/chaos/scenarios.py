@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import httpx
+import psutil
 
 from tests.chaos.served_cluster import GATEWAY, MODEL, REPLICA, ROUTER, ServedCluster
 from tests.chaos.streams import Load, Stream
@@ -55,9 +56,10 @@ Scenario = Callable[[Setting], Awaitable[Round]]
 
 async def kill_replica(setting: Setting) -> Round:
     """kill -9 of a random replica: a pause, and nothing lost."""
+    pid = await random_pid(setting, REPLICA)
 
     async def harm() -> None:
-        os.kill(await random_pid(setting, REPLICA), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
     return await _disturb("kill a replica", setting, setting.load(), harm)
 
@@ -78,9 +80,10 @@ async def hang_replica(setting: Setting) -> Round:
 async def kill_router(setting: Setting) -> Round:
     """kill -9 of the router: running streams do not notice, new requests wait."""
     answers: list[asyncio.Task[int]] = []
+    pid = await random_pid(setting, ROUTER)
 
     async def harm() -> None:
-        os.kill(await random_pid(setting, ROUTER), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         answers.extend(asyncio.create_task(_short_answer(setting.cluster.url)) for _ in range(4))
 
     found = await _disturb("kill the router", setting, setting.load(), harm)
@@ -91,10 +94,11 @@ async def kill_router(setting: Setting) -> Round:
 
 async def kill_router_and_replica(setting: Setting) -> Round:
     """Both at once: streams of the replica wait until there is a router again."""
+    pids = [await random_pid(setting, ROUTER), await random_pid(setting, REPLICA)]
 
     async def harm() -> None:
-        os.kill(await random_pid(setting, ROUTER), signal.SIGKILL)
-        os.kill(await random_pid(setting, REPLICA), signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
 
     return await _disturb("kill router and replica", setting, setting.load(), harm)
 
@@ -103,10 +107,11 @@ async def kill_gateway(setting: Setting) -> Round:
     """kill -9 of a gateway: its own connections break, and what they ran is freed; those of the other go on."""
     found = Round(scenario="kill a gateway")
     start_s = time.monotonic()
+    pid = await random_pid(setting, GATEWAY)
     async with setting.load() as load:
         await load.wait_begun()
         harmed_s = time.monotonic()
-        os.kill(await random_pid(setting, GATEWAY), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         freed_s: float | None = None
         while not load.is_ended:
             num_alive = sum(stream.error is None and stream.finish_reason is None for stream in load.streams)
@@ -222,8 +227,12 @@ async def finish(found: Round, setting: Setting, load: Load, harmed_s: float, st
 
 
 async def random_pid(setting: Setting, deployment: str) -> int:
-    pids = await setting.cluster.pids(deployment)
-    return pids[setting.dice.choice(sorted(pids))]
+    """A living process of the deployment. Asked before the streams begin: the dashboard takes a second to answer, in which fast ones
+    may end, and names a process that was just killed for a while."""
+    async with asyncio.timeout(30):
+        while not (alive := {name: pid for name, pid in (await setting.cluster.pids(deployment)).items() if psutil.pid_exists(pid)}):
+            await asyncio.sleep(0.2)
+    return alive[setting.dice.choice(sorted(alive))]
 
 
 def _signal(pid: int, number: int) -> None:
