@@ -1,4 +1,4 @@
-"""Which part each linear module plays when a layer is divided: from the family's `tp_plan`, with adapters of ours."""
+"""How each linear module is divided over ranks, from the family's `tp_plan` in transformers or a plan of ours."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from replicas.model_support import UnsupportedModel
 
 
 class Role(Enum):
-    """How a module's inputs or outputs are divided. A module without a role is whole on every rank."""
+    """How a module's inputs or outputs are divided over ranks. A module without one is whole on every rank."""
 
     QUERY = "outputs by query head"
     KEY_VALUE = "outputs by KV head"
-    FUSED_QKV = "outputs: query, key and value, one after the other"
+    FUSED_QKV = "outputs: query, key and value, concatenated"
     OUTPUT = "inputs by query head; ranks add up"
     COLUMN = "outputs by MLP column"
-    FUSED_GATE_UP = "outputs: gate and up, one after the other"
+    FUSED_GATE_UP = "outputs: gate and up, concatenated"
     ROW = "inputs by MLP column; ranks add up"
     TOKENS = "rows by token id"
 
@@ -40,7 +40,7 @@ OWN_PLANS: Mapping[str, Mapping[str, Role]] = {  # model type -> module under th
         "layers.*.mlp.down_proj": Role.ROW,
     },
 }
-"""Families whose plan in transformers gathers fused projections on every rank, or that have none."""
+"""Plans for families whose plan in transformers gathers fused projections on every rank, or that have none."""
 
 _ATTENTION_INPUTS = {"q_proj": Role.QUERY, "k_proj": Role.KEY_VALUE, "v_proj": Role.KEY_VALUE}
 _NEEDED = ({Role.QUERY, Role.FUSED_QKV}, {Role.OUTPUT}, {Role.COLUMN, Role.FUSED_GATE_UP}, {Role.ROW})
@@ -48,7 +48,7 @@ _WHOLE_STYLES = frozenset({"replicated_with_grad_allreduce"})
 
 
 def roles_of(model: PreTrainedModel) -> dict[str, Role]:
-    """Module name -> role, for a decoder with a plan. Raises UnsupportedModel naming what cannot be divided."""
+    """Module name -> role, for a decoder with a plan. Raises UnsupportedModel with the module that cannot be divided."""
     model_type = model.config.model_type
     base = model.base_model
     prefix = f"{model.base_model_prefix}." if base is not model else ""

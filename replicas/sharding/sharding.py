@@ -1,4 +1,4 @@
-"""The plan of one model for one group of ranks: which part of which linear a rank holds."""
+"""The plan of one model for one group of ranks: which part of each linear a rank holds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from replicas.sharding.partition import ModelShape, RankShare, largest_size, par
 from replicas.sharding.roles import Role, roles_of
 
 REDUCED = frozenset({Role.OUTPUT, Role.ROW})
-"""Modules after which the ranks add up. Their biases are on rank 0 alone, so that they count once."""
+"""Roles whose outputs are summed over ranks. Only rank 0 holds their biases, so that each counts once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlan:
-    """Every rank makes the same plan from the model's shapes alone; the model may be on the meta device."""
+    """How a model is divided over ranks. Every rank makes the same plan from the model's shapes, which may be on the meta device."""
 
     shape: ModelShape
     shares: tuple[RankShare, ...]
@@ -30,7 +30,7 @@ class ShardingPlan:
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_ranks: int) -> ShardingPlan:
-        """Raises UnsupportedModel for a family that cannot be divided, ValueError with the sizes that work for one that does not."""
+        """Raises UnsupportedModel for a family that cannot be divided, and ValueError with the sizes that work for a size that does not."""
         roles = roles_of(model)
         shape = _shape(model, roles)
         plan = cls(shape=shape, shares=partition(shape, num_ranks), roles=roles)
@@ -50,7 +50,7 @@ class ShardingPlan:
         return LinearPart(side="inputs", ranges=(_scaled(pieces, num_inputs // num_pieces, 0),), has_bias=rank == 0)
 
     def _why_not(self, model: PreTrainedModel) -> str | None:
-        """The first linear whose format cannot be divided so, and why; one of each kind is tried."""
+        """The first linear whose format this plan cannot divide, and why; one of each kind is tried."""
         kinds: dict[tuple[Role, tuple[int, int], LinearMethod], tuple[str, Module]] = {}
         for name, role in self.roles.items():
             module = model.get_submodule(name)
