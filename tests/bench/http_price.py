@@ -1,8 +1,8 @@
-"""The price of the service: TTFT and inter-token latency over HTTP against the engine alone, at one and at 16 clients.
+"""Measures the price of the service: TTFT and inter-token latency over HTTP against the engine alone, at one and at 16 clients.
 
 Usage: python -m tests.bench.http_price PORT NAME [--model FOLDER] [--dtype float32]
 
-NAME is served on PORT from the same FOLDER (the default model when absent). The two take turns: the served replicas are idle while
+NAME must be served on PORT from the same FOLDER (the default model when absent). The two take turns: the served replicas are idle while
 the engine of this process is measured, and the other way round. Prompts, lengths and the closed loop are those of http_load.py.
 """
 
