@@ -17,8 +17,8 @@ from replicas.linear.modules import resize
 from replicas.sharding.collectives import RankGroup
 from replicas.sharding.empty_model import build_empty, fill
 from replicas.sharding.partition import RankShare
-from replicas.sharding.roles import Role
 from replicas.sharding.sharding import REDUCED, ShardingPlan
+from replicas.sharding.styles import ShardingStyle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def load_part(
     model, checkpoint = build_empty(config, source, dtype, trust_remote_code)
     plan = ShardingPlan.of(model, group.size)
     share = plan.shares[group.rank]
-    linears = {name: model.get_submodule(name) for name in plan.roles}
+    linears = {name: model.get_submodule(name) for name in plan.styles}
     parts = {name: plan.part(name, module, group.rank) for name, module in linears.items()}
     slices = {f"{name}.{key}": one for name, module in linears.items() for key, one in divide(module, parts[name]).items()}
     sizes = {name: part_sizes(module, parts[name]) for name, module in linears.items()}
@@ -66,7 +66,7 @@ def load_part(
     for name, module in list(model.named_modules()):
         if name in linears:
             resize(module, *sizes[name])
-            _join(module, plan.roles[name], share, group)
+            _join(module, plan.styles[name], share, group)
         elif hasattr(module, "layer_idx") and hasattr(module, "config"):
             _localize(module, share)
     return model, LoadedPart(
@@ -105,13 +105,13 @@ def _localize(attention: Module, share: RankShare) -> None:
             setattr(attention, key, count)
 
 
-def _join(module: Module, role: Role, share: RankShare, group: RankGroup) -> None:
-    """Adds the collective that the module's role needs after its forward pass."""
-    if role in REDUCED:
+def _join(module: Module, style: ShardingStyle, share: RankShare, group: RankGroup) -> None:
+    """Adds the collective that the module's style needs after its forward pass."""
+    if style in REDUCED:
         module.register_forward_hook(lambda _module, _args, output: group.all_reduce(output))
-    elif role is Role.TOKENS and isinstance(module, torch.nn.Embedding):
+    elif style is ShardingStyle.TOKENS and isinstance(module, torch.nn.Embedding):
         _join_embedding(module, share.tokens, group)
-    elif role is Role.TOKENS:
+    elif style is ShardingStyle.TOKENS:
         module.register_forward_hook(lambda _module, _args, output: _gathered(output, group))
 
 
