@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _dist: Any = dist  # the names used here are public, but not in the type stubs
 
-Backend = Literal["gloo", "nccl"]
+CollectiveBackend = Literal["gloo", "nccl"]
 
 
 class RankGroup(Protocol):
@@ -65,7 +65,7 @@ class ProcessGroup:
         rank: int,
         size: int,
         *,
-        backend: Backend,
+        backend: CollectiveBackend,
         device: torch.device,
         host: str,
         deadline_s: float,
