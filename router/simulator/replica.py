@@ -23,7 +23,7 @@ OUTPUT_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class SimulatedStep:
     """The result of a finished step."""
 
     progress: tuple[RequestProgress, ...]
@@ -112,7 +112,7 @@ class SimulatedReplica:
         self._statistics.add(StepOutput(progress=tuple(self.scheduler.take_ended())))
         return None
 
-    def finish_step(self) -> StepResult:
+    def finish_step(self) -> SimulatedStep:
         plan = self._plan
         assert plan is not None, "no step is under way"
         self._plan = None
@@ -132,7 +132,7 @@ class SimulatedReplica:
             )
         )
         self.has_changed = True
-        return StepResult(progress=progress, readable=readable)
+        return SimulatedStep(progress=progress, readable=readable)
 
     def request_full_state(self) -> None:
         """Makes the next report list every block, because the router missed events."""

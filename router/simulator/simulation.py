@@ -21,7 +21,7 @@ from router.router import Router
 from router.simulator.handoffs import SimulatedHandoffs
 from router.simulator.hardware import StepTimer
 from router.simulator.outcome import RequestOutcome
-from router.simulator.replica import SimulatedReplica, StepResult
+from router.simulator.replica import SimulatedReplica, SimulatedStep
 from router.simulator.traces import TraceRequest
 from router.snapshot import Decision, RoutingRequest
 
@@ -272,7 +272,7 @@ class Simulation:
         if self._handoffs.note_computed(key, num_computed, outcome.num_prompt_tokens, source, target, self._now_s):
             self._at(self._now_s + self._config.dispatch_s, partial(self._reach_target, key))
 
-    def _record(self, replica: SimulatedReplica, result: StepResult) -> None:
+    def _record(self, replica: SimulatedReplica, result: SimulatedStep) -> None:
         for progress in result.progress:
             if progress.key.request_id not in self._trace:
                 continue  # cancelled here, because it ended with its first token on the prefill replica
