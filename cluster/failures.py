@@ -40,7 +40,7 @@ class DecisionNotFound(Exception):
     """The router has no decision for this request id; it keeps only the most recent ones."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"No decision on {request_id[:200]!r} is kept: ids are those of answers, and only the last ones are known.")
+        super().__init__(f"No decision on {request_id[:200]!r} is kept: use the id of an answer; only recent decisions are kept.")
 
 
 class Overloaded(Exception):

@@ -132,7 +132,7 @@ class BlockPool:
     def check(self) -> None:
         """Raises AssertionError when an invariant of this class does not hold. O(num_blocks)."""
         free = set(self._blank)
-        assert len(free) == len(self._blank), "a blank block stands twice in the free list"
+        assert len(free) == len(self._blank), "a blank block is in the free list twice"
         for priority, blocks in self._evictable.items():
             for block_id in blocks:
                 assert block_id not in free, f"block {block_id} is free twice"
@@ -151,7 +151,7 @@ class BlockPool:
         """Raises AssertionError unless each ref count equals the number of these block tables that contain the block."""
         counts = [0] * self.num_blocks
         for table in block_tables:
-            assert len(set(table)) == len(table), "a block stands twice in one table"
+            assert len(set(table)) == len(table), "a block is in one table twice"
             for block_id in table:
                 counts[block_id] += 1
         for block_id, block in enumerate(self._blocks):

@@ -101,13 +101,13 @@ class Router:
         return self._model(report.model).apply_report(report, now_s)
 
     def remove_replica(self, replica_id: str, now_s: float) -> None:
-        """The replica is gone, and its bookings with it: nothing goes there until it reports anew. Unknown ids are ignored."""
+        """Removes a replica with its bookings; it gets no requests until it reports again. Unknown ids are ignored."""
         model = self._model_of_replica.pop(replica_id, None)
         if model is not None:
             self._models[model].remove_replica(replica_id)
 
     def set_fenced(self, replica_ids: frozenset[str]) -> None:
-        """These replicas, and no others, are taken for hung: nothing goes there. Their bookings stay until they are released."""
+        """Presumes exactly these replicas hung: they get no requests. Their bookings stay until they are released."""
         self._fenced = replica_ids
         for model in self._models.values():
             model.set_fenced(replica_ids)

@@ -78,10 +78,10 @@ class ChoiceRun:
                 except ReplicaGone as error:
                     pause_s = self._note_loss(error)
                     if self._losses.has_waited_enough:
-                        raise Unavailable("no replica can take the request: each that could has died or left it") from error
+                        raise Unavailable("no replica can take the request: all that could have died or returned it") from error
                     await around.sleep(pause_s)
                 except PairGivenUp:
-                    logger.warning("request %s choice %d runs alone next", *self._name)
+                    logger.warning("request %s choice %d runs alone on its next replica", *self._name)
                     if leases:  # the decode replica is alive, and its booking must not keep it from being the empty one
                         around.backend.release(leases.pop(), self.num_tokens)
                 around.emit(Moved(at_s=around.clock(), index=self._index))
@@ -118,7 +118,7 @@ class ChoiceRun:
     def _note_loss(self, error: ReplicaGone) -> float:
         """Counts a lost replica, reports a dead one to the router, and returns the seconds to wait before asking for another.
         Raises GenerationFailed when the choice has reached its maximum number of deaths."""
-        logger.warning("request %s choice %d: %s; going on from token %d", *self._name, error, self.num_tokens)
+        logger.warning("request %s choice %d: %s; continuing from token %d", *self._name, error, self.num_tokens)
         pause_s = self._losses.add(error, self.num_tokens)
         self._around.emit(Lost(at_s=self._around.clock(), index=self._index, replica_id=error.replica_id))
         if isinstance(error, ReplicaDied) and not isinstance(error, ReplicaHung):

@@ -112,7 +112,7 @@ class ChoiceStreams:
             self._emit(ChoiceFinished(at_s=self._clock(), index=delta.index, reason=delta.finish_reason))
 
     async def _run_prompt(self, request: GenerationRequest, position: int) -> None:
-        """One prompt: one decision, then all its choices. Any failure goes to the reader as an item."""
+        """Runs one prompt: one decision, then all its choices. Passes any failure to the reader as an item of the queue."""
         params = self._prepared.params
         scores = None if params.prompt_logprobs is None else PromptScores(is_all=params.max_tokens == 0)
         runs: list[ChoiceRun] = []

@@ -106,7 +106,7 @@ class PairStream:
             await asyncio.wait([*(side.ask() for side in sides), *watched], return_when=asyncio.FIRST_COMPLETED)
         if self._prefill is not None and (len(sides) == 1 or self._prefill.has_answer):
             return await self._take_prefill(self._prefill)
-        assert self._decode is not None, "whoever loses the prefill side begins the decode side"
+        assert self._decode is not None, "without a prefill side there is a decode side"
         if self._hang is not None and not self._decode.has_answer:
             # Not counted as a death, because the choice had already ended there.
             await self._lose_prefill(ReplicaLeft(self._prefill_id, "it hangs with KV that was not taken"), breaks_link=False)

@@ -190,7 +190,7 @@ class HandoffPull:
         try:
             lease.finish(self._handoff)
         except (HandoffFailed, LinkLost) as error:
-            logger.info("lease %d was read whole, but its source was not told: %s", self._handoff.lease, error)
+            logger.info("lease %d was read completely, but its source could not be told: %s", self._handoff.lease, error)
 
     def _connect(self, address: str) -> SourceSession:
         if (known := self._sessions.get(address)) is not None:
@@ -228,7 +228,7 @@ class HandoffPull:
         form = WireFormat(layout=parse_layout(batch.layout_id), layers=self._handoff.layers, heads=part.target)
         with self._transfers.using(reservation.ref) as is_open:
             if not is_open:
-                raise HandoffFailed("the blocks that were to be written are no longer reserved")
+                raise HandoffFailed("the target blocks are no longer reserved")
             unpack(self._kv, block_ids, batch.data, form)
             if batch.data.is_cuda:
                 _synchronize(batch)

@@ -57,7 +57,7 @@ class PackedCache:
             return {}
         try:
             if self._digest_path.read_text() != _digest(self._path):
-                raise OSError("it is not what was written")
+                raise OSError("its digest differs")
             cached: dict[str, Tensor] = load_file(self._path)
         except (OSError, SafetensorError) as error:
             logger.warning("quantizing again, %s is damaged: %s", self._path, error)

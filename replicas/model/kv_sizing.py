@@ -57,7 +57,7 @@ def size_kv(
         if fitting_tokens < MIN_LOWERED_LEN:
             raise ValueError(
                 f"{budget_bytes} bytes for the KV cache ({budget_reason}) hold only {fitting_tokens} tokens; raise kv_cache_bytes to at "
-                f"least {MIN_LOWERED_LEN * bytes_per_token}, or set max_model_len if such short requests are meant"
+                f"least {MIN_LOWERED_LEN * bytes_per_token}, or set max_model_len if requests may be so short"
             )
         max_len = fitting_tokens
         reason += f"; max_model_len lowered to {max_len} to fit"
@@ -73,7 +73,7 @@ def cpu_budget_bytes(kv_cache_bytes: int | None, num_sharing: int = 1) -> tuple[
         return kv_cache_bytes, "kv_cache_bytes"
     available = min(psutil.virtual_memory().available, _cgroup_available_bytes())
     reason = f"{CPU_MEMORY_SHARE:.0%} of {available / 2**30:.1f} GiB available"
-    return int(available * CPU_MEMORY_SHARE) // num_sharing, reason if num_sharing == 1 else f"a part in {num_sharing} of {reason}"
+    return int(available * CPU_MEMORY_SHARE) // num_sharing, reason if num_sharing == 1 else f"1/{num_sharing} of {reason}"
 
 
 def _cgroup_available_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:

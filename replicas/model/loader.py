@@ -160,13 +160,13 @@ def resolve_dtype(name: str, checkpoint: torch.dtype | None, device: torch.devic
     short = str(checkpoint).removeprefix("torch.")
     if device.type == "cuda":
         if checkpoint is torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            return torch.float16, "the checkpoint is bfloat16, which this GPU does not compute in"
+            return torch.float16, "the checkpoint is bfloat16, which this GPU does not support"
         return checkpoint, "the checkpoint's own"
     if checkpoint is torch.bfloat16 and is_native:
-        return checkpoint, "the checkpoint's own, and the native kernels compute from it"
+        return checkpoint, "the checkpoint's own, and the native kernels support it"
     if checkpoint is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.bfloat16, "the checkpoint's own, and this CPU multiplies in it"
-    return torch.float32, f"the checkpoint is {short}, which this CPU does not multiply in"
+        return torch.bfloat16, "the checkpoint's own, and this CPU supports it"
+    return torch.float32, f"the checkpoint is {short}, which this CPU does not support"
 
 
 def _native_library(config: EngineConfig, hf_config: Any, device: torch.device) -> ctypes.CDLL | None:

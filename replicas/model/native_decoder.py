@@ -100,7 +100,7 @@ def why_not_native(config: Any) -> str | None:
     if getattr(config, "mlp_bias", False):
         return "its MLP has biases"
     if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        return "it rotates a part of each head"
+        return "it applies rope to only a part of each head"
     return None
 
 

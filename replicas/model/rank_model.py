@@ -103,7 +103,7 @@ def choose_capture(config: EngineConfig, loaded: LoadedModel, backend: Attention
     if loaded.device.type != "cuda":
         reason = f"they are of CUDA, and the device is {loaded.device.type}"
     elif config.tensor_parallel_size > 1:
-        reason = "a step of several ranks is not recorded"
+        reason = "steps of several ranks cannot be recorded"
     elif backend is None or not backend.is_recordable:
         reason = f"attention {'native' if backend is None else backend.name} cannot be recorded"
     if reason is None:

@@ -166,7 +166,7 @@ class PrefixIndex:
             assert broken == holder.num_broken, f"{holder.replica_id}: {holder.num_broken} broken links counted, {broken} found"
             assert bool(self._broken_mask & holder.bit) == (broken > 0), "the broken mask disagrees with the counts"
         held = sum(node.mask.bit_count() for node in self._nodes.values())
-        assert held == sum(len(holder.blocks) for holder in self._holders.values()), "the index holds bits of nobody"
+        assert held == sum(len(holder.blocks) for holder in self._holders.values()), "the index has bits of unknown replicas"
         assert all(node.mask or node.children for node in self._nodes.values()), "an empty node was left behind"
 
     def _add(self, replica_id: str, epoch: int) -> _Holder:
