@@ -1,4 +1,4 @@
-"""The rest of the cluster as the gateway needs it. Serve implements it with actors, tests with an engine in process."""
+"""The gateway's interface to the rest of the cluster. Serve implements it with actors, tests with an engine in the process."""
 
 from __future__ import annotations
 
@@ -12,51 +12,53 @@ from router.snapshot import Decision, Rejection, RoutingRequest
 
 
 class Backend(Protocol):
-    """Routes and runs requests. Every `acquire` is followed by one `release`, whatever came of it."""
+    """Routes and runs requests. Callers follow every `acquire` by one `release`, whatever its result."""
 
     def start(self) -> None:
-        """Begins to renew this caller's lease; needs a running loop."""
+        """Starts renewing this caller's lease; needs a running event loop."""
         ...
 
     async def close(self) -> None: ...
 
     async def describe(self, model: str) -> ModelDescription:
-        """Facts of a model's engines; waits until one replica, of whatever pool, has loaded. Raises ReplicaGone."""
+        """The facts of a model's engines; waits until one replica of any pool has loaded. Raises ReplicaGone."""
         ...
 
     async def acquire(self, request: RoutingRequest) -> Decision | Rejection:
-        """Waits in the router's queue. Cancelling the call leaves the queue. Raises RouterGone, also when the router hangs."""
+        """Waits in the router's queue for its answer. Cancelling the call leaves the queue. Raises RouterGone, also when the router
+        hangs."""
         ...
 
     def generate(
         self, model: str, replica_id: str, request: GenerationRequest, role: Role = "unified"
     ) -> AsyncGenerator[RequestProgress, None]:
-        """Streams one choice from exactly that replica of the pool `role`. Closing the iterator cancels the request there.
+        """Streams one choice from exactly this replica of the pool `role`. Closing the iterator cancels the request there.
 
         Raises ReplicaDied, ReplicaLeft, RequestRejected.
         """
         ...
 
     async def wait_hung(self, replica_id: str) -> None:
-        """Returns once the router has fenced the replica; for one that is well, never."""
+        """Returns once the router has fenced the replica; never returns while the replica is healthy."""
         ...
 
     def release(self, request_id: str, num_output_tokens: int) -> None:
-        """The request has ended, was cancelled or never got its decision. Does not block; unknown ids are ignored."""
+        """Ends the booking of a request that has ended, was cancelled or never got a decision. Does not block; unknown ids are
+        ignored."""
         ...
 
     def release_prefill(self, request_id: str) -> None:
-        """The prefill replica of a pair has ended every choice of the request. Does not block; unknown ids are ignored."""
+        """Ends the booking on a pair's prefill replica, after all choices have ended there. Does not block; unknown ids are ignored."""
         ...
 
     def report_gone(self, replica_id: str) -> None:
-        """Tells the router at once what silence would tell it later. Does not block."""
+        """Tells the router that a replica is dead, before its silence does. Does not block."""
         ...
 
     async def describe_router(self) -> dict[str, Any]:
-        """The router's own view, for /debug/router. Raises RouterGone."""
+        """The router's state, for /debug/router. Raises RouterGone."""
         ...
 
     async def explain(self, request_id: str) -> list[Decision | Rejection]:
-        """Recent decisions of the router on a request and its resends. Raises RouterGone."""
+        """The router's recent answers to a request and its resends. Raises RouterGone."""
         ...

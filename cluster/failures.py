@@ -1,4 +1,4 @@
-"""Every way a request can fail at the gateway, and the one table that turns it into an answer. A dialect writes it in its shape."""
+"""Every way a request can fail at the gateway, and the one table from failures to answers. Each dialect writes them in its own shape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class BadRequest(ValueError):
-    """The body can never be served as it is; `param` names the field by its path ("messages[0].content")."""
+    """The body is invalid; `param` is the path of the field ("messages[0].content")."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class BadRequest(ValueError):
 
 
 class BodyTooLarge(Exception):
-    """The body has more bytes than the gateway takes."""
+    """The body has more bytes than the gateway accepts."""
 
 
 class ModelNotFound(Exception):
@@ -37,14 +37,14 @@ class ModelNotFound(Exception):
 
 
 class DecisionNotFound(Exception):
-    """The router keeps no decision on a request of that id; it knows only the last ones."""
+    """The router has no decision for this request id; it keeps only the most recent ones."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"No decision on {request_id[:200]!r} is kept: ids are those of answers, and only the last ones are known.")
+        super().__init__(f"No decision on {request_id[:200]!r} is kept: use the id of an answer; only recent decisions are kept.")
 
 
 class Overloaded(Exception):
-    """The router's queue is at its limit; the client should come back after `retry_after_s`."""
+    """The router's queue is at its limit; the client should retry after `retry_after_s`."""
 
     def __init__(self, reason: str, retry_after_s: float) -> None:
         super().__init__(reason)
@@ -52,7 +52,7 @@ class Overloaded(Exception):
 
 
 class Unavailable(Exception):
-    """Nothing can take the request now: no replica, no router, or replicas that died on every attempt."""
+    """The request cannot be served now: no replica, no router, or a death of a replica on every attempt."""
 
     def __init__(self, reason: str, retry_after_s: float = 2.0) -> None:
         super().__init__(reason)
@@ -60,14 +60,14 @@ class Unavailable(Exception):
 
 
 class GenerationFailed(Exception):
-    """The engine accepted the request and could not finish it (a numerical fault), or every replica that ran it died. Another
-    attempt would fail as well."""
+    """The engine accepted the request but could not finish it (a numerical fault), or every replica that ran it died. Another
+    attempt would fail too."""
 
 
 class ReplicaGone(Exception):
-    """The chosen replica cannot go on with the request. Another decision may succeed.
+    """The chosen replica cannot continue the request. Another decision may succeed.
 
-    Not raised when the engine itself refuses or fails a request: those are RequestRejected and a FAILED progress.
+    Not raised when the engine itself rejects or fails a request: that is RequestRejected or a progress that is FAILED.
     """
 
     def __init__(self, replica_id: str, reason: str) -> None:
@@ -76,15 +76,15 @@ class ReplicaGone(Exception):
 
 
 class ReplicaDied(ReplicaGone):
-    """It died, or hangs, while it had the request, which may be the reason."""
+    """The replica died or hangs while it had the request, which may be the cause."""
 
 
 class ReplicaHung(ReplicaDied):
-    """The router has fenced it."""
+    """The replica hangs: the router has fenced it."""
 
 
 class ReplicaLeft(ReplicaGone):
-    """It never took the request, or handed it back, e.g. because it drains. Nothing is said against the request."""
+    """The replica never accepted the request, or gave it back, e.g. because it drains. The request is not the cause."""
 
 
 class RouterGone(Exception):
@@ -92,7 +92,7 @@ class RouterGone(Exception):
 
 
 class ErrorKind(StrEnum):
-    """Kinds of errors, by what a client can do about them; each dialect has its own words."""
+    """Kinds of errors, by the client's possible reaction; each dialect has its own names for them."""
 
     INVALID_REQUEST = "invalid_request"
     NOT_FOUND = "not_found"
@@ -104,7 +104,7 @@ class ErrorKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorAnswer:
-    """One error, in the words of no dialect."""
+    """One error, independent of the dialect."""
 
     status: int
     message: str
@@ -115,7 +115,7 @@ class ErrorAnswer:
 
     @property
     def label(self) -> str:
-        """For logs and metrics."""
+        """A short name for logs and metrics."""
         return self.code or self.kind.value
 
 
@@ -145,7 +145,7 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
 
 
 def answer_for(error: Exception, request_id: str) -> ErrorAnswer:
-    """The answer to give for `error`. An exception that no row names is our bug: logged whole, told as a plain 500."""
+    """The answer to `error`. An exception without a row is a bug of ours: logged with its traceback, answered with a plain 500."""
     if isinstance(error, HTTPException):
         return _http_answer(error)
     for cause, row in _TABLE:

@@ -22,13 +22,13 @@ from replicas.process.logs import start_logging
 from replicas.serve.handles import over_grpc
 from replicas.text.tokenizer import Tokenizer
 
-# More than any queue limit: the router decides who waits, and answers 429 itself.
+# Above every queue limit, so that Serve never queues: the router decides which requests wait, and rejects the others with 429.
 MAX_ONGOING_REQUESTS = 1_000_000
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """As `Tokenizer.load`, which imports transformers, and keeps all of that out of garbage collections. Stops the process for some tenths
-    of a second, once for each model."""
+    """Calls `Tokenizer.load`, which imports transformers, and excludes the resulting objects from garbage collection. Blocks the process
+    for some tenths of a second, once per model."""
     tokenizer = Tokenizer.load(source)
     freeze_heap()
     return tokenizer
@@ -41,7 +41,7 @@ def load_tokenizer(source: str) -> Tokenizer:
 )
 @serve.ingress()
 class Gateway:
-    """Holds no state beyond its open connections, so that any number of gateways is the same as one."""
+    """The gateway. It has no state beyond its open connections, so any number of gateways behaves like one."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Gateway:
         targets: dict[str, tuple[LatencyTarget, ...]],
         log_level: str,
     ) -> None:
-        """`replicas` maps each model's name to its pools, and each pool to the handle of its deployment; `targets` has each model's."""
+        """`replicas`: model -> role of the pool -> handle of its deployment; `targets`: model -> latency targets."""
         start_logging(log_level)
         self._config = config
         pools = {name: {role: over_grpc(handle) for role, handle in handles.items()} for name, handles in replicas.items()}

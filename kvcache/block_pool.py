@@ -1,4 +1,4 @@
-"""Who holds which KV block. Bookkeeping only: the tensors live elsewhere and are indexed by block id."""
+"""Which KV blocks are held, free or findable. Bookkeeping only: the tensors are elsewhere, indexed by block id."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Block:
     key: BlockKey | None = None
     parent: BlockKey = b""
     token_bytes: bytes = b""  # the tokens behind `key`, to verify a hit
-    priority: int = 0  # of its last holder; orders eviction
+    priority: int = 0  # the last holder's; orders eviction
     freed_at: int = 0  # tick of the release that made it free
 
 
@@ -27,16 +27,16 @@ class _Block:
 class PoolStatistics:
     num_blocks: int
     num_free: int
-    """Not held; some of them may be findable."""
+    """Blocks without a holder; some of them may be findable."""
     num_cached: int
-    """Findable, held or free."""
+    """Findable blocks, held or free."""
 
 
 class BlockPool:
     """Owns reference counts, prefix keys and the eviction order of `num_blocks` blocks of `block_size` tokens.
 
     Always: a block is held (ref count above 0) or free, never both; a key names at most one block; a free block with a
-    key stays findable until it is allocated anew. Blank blocks are allocated first, then the least recently freed, where
+    key stays findable until it is allocated again. Blank blocks are allocated first, then the least recently freed, where
     each unit of priority (smaller is more urgent) counts as one turnover of the whole pool.
     """
 
@@ -61,13 +61,13 @@ class BlockPool:
         return PoolStatistics(num_blocks=self.num_blocks, num_free=self.num_free, num_cached=len(self._by_key))
 
     def try_allocate(self, num_blocks: int) -> list[int] | None:
-        """Blocks held once each, their old content forgotten; None, and nothing changed, when too few are free."""
+        """Takes free blocks, each then with one holder and no key. None, and nothing changed, when too few are free."""
         if num_blocks > self.num_free:
             return None
         return [self._take_free() for _ in range(num_blocks)]
 
     def retain(self, block_id: int) -> None:
-        """One more holder; a free block is taken out of the eviction order."""
+        """Adds a holder; a free block leaves the eviction order."""
         block = self._blocks[block_id]
         if block.ref_count == 0:
             assert block.key is not None, f"block {block_id} is blank: allocate it instead"
@@ -75,7 +75,7 @@ class BlockPool:
         block.ref_count += 1
 
     def release(self, block_ids: Sequence[int], priority: int = 0) -> None:
-        """One holder less for each block of a sequence, given head first; the tail becomes the first to be evicted."""
+        """Removes a holder from each block of a sequence, given head first; the tail is evicted before the head."""
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is released but not held"
@@ -88,14 +88,14 @@ class BlockPool:
         return self._blocks[block_id].ref_count
 
     def find(self, key: BlockKey, token_ids: Sequence[int]) -> int | None:
-        """The block that holds `key`, if its tokens are really these; held or free."""
+        """The block with `key`, held or free; None when there is none or its tokens differ from `token_ids`."""
         block_id = self._by_key.get(key)
         if block_id is None or self._blocks[block_id].token_bytes != array("q", token_ids).tobytes():
             return None
         return block_id
 
     def publish(self, block_id: int, key: BlockKey, parent: BlockKey, token_ids: Sequence[int]) -> bool:
-        """Makes a held block findable; False when another block already has the key (this one stays private)."""
+        """Makes a held block findable. False when another block already has the key; this one then stays private."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is published but not held"
         assert block.key is None, f"block {block_id} is published twice"
@@ -107,7 +107,7 @@ class BlockPool:
         return True
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Makes blocks unfindable, because their content is void (a failed step) or unwanted. Holders keep them."""
+        """Makes blocks unfindable, because their content is invalid (a failed step) or unwanted. Holders keep them."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.key is not None:
@@ -117,7 +117,7 @@ class BlockPool:
                 self._drop_key(block)
 
     def stored_blocks(self) -> tuple[BlockStored, ...]:
-        """Every findable block, parents before children where both are there: the full state for a resync."""
+        """Every findable block, parents before children where both exist: the full state for a resync."""
         order: list[BlockStored] = []
         done: set[BlockKey] = set()
         for key in self._by_key:
@@ -132,7 +132,7 @@ class BlockPool:
     def check(self) -> None:
         """Raises AssertionError when an invariant of this class does not hold. O(num_blocks)."""
         free = set(self._blank)
-        assert len(free) == len(self._blank), "a blank block stands twice in the free list"
+        assert len(free) == len(self._blank), "a blank block is in the free list twice"
         for priority, blocks in self._evictable.items():
             for block_id in blocks:
                 assert block_id not in free, f"block {block_id} is free twice"
@@ -148,10 +148,10 @@ class BlockPool:
         assert all(self._blocks[b].key == key for key, b in self._by_key.items()), "a key names a block without it"
 
     def check_holders(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError unless the ref counts are exactly what these block tables account for."""
+        """Raises AssertionError unless each ref count equals the number of these block tables that contain the block."""
         counts = [0] * self.num_blocks
         for table in block_tables:
-            assert len(set(table)) == len(table), "a block stands twice in one table"
+            assert len(set(table)) == len(table), "a block is in one table twice"
             for block_id in table:
                 counts[block_id] += 1
         for block_id, block in enumerate(self._blocks):

@@ -1,4 +1,4 @@
-"""Numbered changes of a replica's prefix cache, for whoever mirrors it (the router's index)."""
+"""Numbered changes of a replica's prefix cache, for mirrors of it (the router's index)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KVEvent = BlockStored | BlockEvicted
 
 
 class KVEventLog:
-    """Owns the last `capacity` events. Event numbers start at 0 and never skip; an old one may be gone."""
+    """Owns the last `capacity` events. Event numbers start at 0 without gaps; old events are dropped."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._events: deque[KVEvent] = deque(maxlen=capacity)
@@ -54,12 +54,12 @@ class KVEventLog:
         self._next += 1
 
     def since(self, number: int) -> tuple[KVEvent, ...] | None:
-        """Events `number` and later, oldest first; None, so that the reader must resync, when some of them are gone or `number` is
-        beyond the next one."""
+        """Events `number` and later, oldest first. None when some of them were dropped or `number` is beyond the next one: the reader
+        must then resync."""
         first = self._next - len(self._events)
         if number < first or number > self._next:
             return None
-        # from the right: a deque is a list of chunks, and walking a full one from the left costs more than all the rest
+        # From the right: a deque is a list of chunks, and walking a full one from the left would dominate the cost.
         newest_first = list(islice(reversed(self._events), self._next - number))
         newest_first.reverse()
         return tuple(newest_first)

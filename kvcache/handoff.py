@@ -1,4 +1,4 @@
-"""The offer of one request's KV to another replica: what it is, where it lies, and until when. Free of torch."""
+"""The offer of one request's KV to another replica: its content, its location and its lease. Free of torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcache.hashing import CacheIdentity
 
 
 class HandoffFailed(RuntimeError):
-    """The KV of a handoff cannot be had; the message says why. Recomputing it is always right.
+    """The KV of a handoff is unavailable; the message says why. Recomputing it is always correct.
 
     Not raised for blocks that are only late: a pull waits for those.
     """
@@ -19,7 +19,7 @@ class HandoffFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShare:
-    """The KV heads `first .. end - 1` of every layer, held by one rank that answers at `address`."""
+    """The KV heads `first .. end - 1` of every layer, held by the rank whose transfer server is at `address`."""
 
     first: int
     end: int
@@ -28,28 +28,28 @@ class HeadShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVHandoff:
-    """One request's KV, leased to whoever pulls it first. Blocks become readable as the prefill goes on."""
+    """One request's KV, leased to the first receiver that pulls it. Blocks become readable as the prefill proceeds."""
 
     fingerprint: str
-    """Names model, weights and the kind of KV; equal or the handoff is refused."""
+    """Names model, weights and kind of KV; a receiver with another fingerprint rejects the handoff."""
     layout_id: str
-    """Layout of the source's memory: where the receiver's is equal, bytes move as they are."""
+    """Layout of the source's memory; bytes move unconverted where the receiver's is equal."""
     block_size: int
     dtype: str
     num_tokens: int
-    """Tokens whose KV is handed over: all that came before the first generated one."""
+    """Number of tokens whose KV is handed over: all before the first generated one."""
     tokens_digest: str
-    """Of those tokens and their cache identity, so that a receiver never takes the KV of another text."""
+    """Digest of these tokens and their cache identity, so that a receiver never takes the KV of another text."""
     layers: tuple[int, int]
     """First layer and the one after the last."""
     block_ids: tuple[int, ...]
-    """The source's own, for its logs: a receiver asks for positions in this table."""
+    """Block ids of the source, for its logs; receivers ask for positions in this table."""
     epoch: int
     lease: int
     lease_s: float
-    """The lease ends this long after it was last renewed; every message of a receiver renews it."""
+    """Time from the last renewal to the end of the lease; every message of a receiver renews it."""
     shares: tuple[HeadShare, ...]
-    """One for each rank of the source; together they cover all heads, some of them perhaps twice."""
+    """One per rank of the source; together they cover all heads, and some heads may be in two shares."""
 
 
 def tokens_digest(identity: CacheIdentity, token_ids: Sequence[int]) -> str:
@@ -58,7 +58,7 @@ def tokens_digest(identity: CacheIdentity, token_ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSlice:
-    """Heads to bring from one share, as positions among the source rank's heads and among the receiver's."""
+    """Heads to pull from one share: `source` and `target` are (first, end) among the source rank's and the receiver's heads."""
 
     share: int
     source: tuple[int, int]
@@ -66,9 +66,9 @@ class HeadSlice:
 
 
 def plan_heads(shares: Sequence[HeadShare], first: int, end: int) -> tuple[HeadSlice, ...]:
-    """Which heads a rank that holds `first .. end - 1` brings from which share, each head once.
+    """The heads that a rank with heads `first .. end - 1` pulls from each share, each head once.
 
-    So any tensor_parallel_size of the source serves any of the receiver. Raises ValueError when a head is nowhere.
+    Source and receiver may differ in tensor_parallel_size. Raises ValueError when no share has a head.
     """
     slices: list[HeadSlice] = []
     head = first

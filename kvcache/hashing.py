@@ -1,4 +1,4 @@
-"""Names for KV blocks: a chain of SHA-256 keys over token ids, so that equal keys mean equal prefixes."""
+"""Keys of KV blocks: a chain of SHA-256 hashes over token ids, so that equal keys mean equal prefixes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BlockKey = bytes
-"""32 bytes; names one full block together with everything before it."""
+"""32 bytes that identify one full block together with everything before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheIdentity:
-    """What must agree, besides the tokens, before two requests may share KV."""
+    """The properties, besides the tokens, that must be equal for two requests to share KV."""
 
     salt: str = ""
     adapter_id: str | None = None
     weights_version: str = ""
 
     def root_key(self) -> BlockKey:
-        """The parent of a sequence's first block. Fields are length-prefixed, so no two identities collide."""
+        """The parent key of a sequence's first block. Fields are length-prefixed, so no two identities collide."""
         digest = hashlib.sha256(b"manta-kv-1")
         for part in (self.salt, "" if self.adapter_id is None else f"={self.adapter_id}", self.weights_version):
             encoded = part.encode()
@@ -30,9 +30,9 @@ class CacheIdentity:
 
 
 def block_key(parent: BlockKey, token_ids: Sequence[int], extra: bytes = b"") -> BlockKey:
-    """Key of the block holding `token_ids` (exactly one block's worth) that follows `parent`.
+    """Key of the block with `token_ids` (exactly one full block) that follows `parent`.
 
-    `extra` is the identity of whatever else the block holds (the digest of an image), empty for text.
+    `extra` identifies other content of the block (the digest of an image); it is empty for text.
     """
     return hashlib.sha256(parent + array("q", token_ids).tobytes() + extra).digest()
 

@@ -1,4 +1,4 @@
-"""Which blocks are being read or written for another replica, and when they may be freed. Bookkeeping only, no torch."""
+"""Which blocks are read or written for another replica, and when they may be freed. Bookkeeping only, no torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvcache.block_pool import BlockPool
 
 class BlockState(Enum):
     FREE = "free"
-    """Nobody refers to it; it may still be findable."""
+    """No request and no transfer refers to it; it may still be findable."""
     HELD = "held"
     """A request refers to it, no transfer does."""
     LEASED = "leased"
-    """A transfer may read it for another replica, whether or not a request refers to it still."""
+    """A transfer may read it for another replica; a request may refer to it too."""
     LOADING = "loading"
-    """A transfer may write it; its content means nothing yet."""
+    """A transfer may write it; its content is not valid yet."""
 
 
 class Direction(Enum):
@@ -31,40 +31,41 @@ class Direction(Enum):
 
 
 class TransferRef(NamedTuple):
-    """Names one transfer in one life of its replica. A ref of an older epoch opens nothing."""
+    """Identifies one transfer during one life (epoch) of its replica. A ref of an older epoch is never open."""
 
     number: int
     epoch: int
 
 
 class Transfers(ABC):
-    """What whoever reads or writes blocks for another replica asks first. Any thread may."""
+    """Permission to read or write blocks for another replica: every read or write asks first. All methods may be called from any
+    thread."""
 
     lease_s: float
 
     @abstractmethod
     def begin(self, ref: TransferRef) -> bool:
-        """Before each read of leased blocks or write to loading ones. False: the transfer is closed, touch nothing."""
+        """Called before each read of leased blocks or write to loading ones. False: the transfer is closed, do not touch its blocks."""
 
     @abstractmethod
     def end(self, ref: TransferRef) -> None:
-        """After each read or write that began."""
+        """Called after each read or write that `begin` allowed."""
 
     @abstractmethod
     def renew(self, ref: TransferRef) -> bool:
-        """Keeps the transfer open for one lease from now. False when it is closed or unknown."""
+        """Extends the transfer to one lease from now. False when it is closed or unknown."""
 
     def is_expected(self, ref: TransferRef) -> bool:
-        """It is not known here yet, but may be soon: whoever asks for it is neither wrong nor too late."""
+        """Whether the transfer is unknown here but may be opened soon, so that a reader should wait for it."""
         return False
 
     @abstractmethod
     def close(self, ref: TransferRef) -> bool:
-        """No read or write begins from now on. True for the call that closed it: repeating it does nothing."""
+        """Stops all later reads and writes. True for the call that closed the transfer; repeated calls do nothing."""
 
     @contextmanager
     def using(self, ref: TransferRef) -> Iterator[bool]:
-        """`begin` and `end` around a block of code; gives what `begin` gave."""
+        """Calls `begin` and `end` around a block of code; yields the result of `begin`."""
         has_begun = self.begin(ref)
         try:
             yield has_begun
@@ -74,7 +75,7 @@ class Transfers(ABC):
 
 
 def _closed_everywhere(_: TransferRef) -> bool:
-    """A replica of one rank has no other that could touch a block."""
+    """The default for a replica of one rank, where no other rank can touch a block."""
     return True
 
 
@@ -99,14 +100,14 @@ class OwnershipCounters:
 
 @dataclass(slots=True)
 class KVOwnership(Transfers):
-    """Owns the transfer references of one replica's pool. A request and a transfer refer to a block independently.
+    """Owns the transfers of one replica's pool. Requests and transfers refer to blocks independently.
 
-    Always: a block is freed only when both have let go; no read or write begins once a transfer closes, and its blocks
-    are freed only after the last one under way has ended, on every rank (the link is closed first, then the blocks are
-    freed); each transfer lets go exactly once; every transfer closes by its deadline unless it is renewed.
+    Always: a block is freed only after both released it; no read or write begins once a transfer closes, and its blocks
+    are freed only after the last read or write has ended, on every rank (the link is closed first, then the blocks are
+    freed); each transfer releases its blocks exactly once; every transfer closes by its deadline unless it is renewed.
 
-    `open`, `collect` and `check` belong to the thread that owns the pool. The others may be called from any thread: they
-    change the transfers alone, and what they let go is freed by the next `collect`.
+    Only the thread that owns the pool calls `open`, `collect` and `check`. The other methods may be called from any thread: they only
+    change transfers, and the next `collect` frees the blocks.
     """
 
     pool: BlockPool
@@ -114,10 +115,10 @@ class KVOwnership(Transfers):
     lease_s: float
     clock: Callable[[], float]
     try_close_elsewhere: Callable[[TransferRef], bool] = _closed_everywhere
-    """Asked by `collect` of what is closed here, until it is True: no other rank touches the blocks of that transfer now or later."""
+    """`collect` calls it for each closed transfer until it is True: no other rank touches that transfer's blocks, now or later."""
     counters: OwnershipCounters = field(default_factory=OwnershipCounters)
     _transfers: dict[int, _Transfer] = field(default_factory=dict)  # number -> transfer
-    _leased: Counter[int] = field(default_factory=Counter)  # block_id -> transfers out
+    _leased: Counter[int] = field(default_factory=Counter)  # block_id -> number of transfers out
     _loading: set[int] = field(default_factory=set)
     _next_number: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -131,11 +132,10 @@ class KVOwnership(Transfers):
         priority: int = 0,
         on_closing: Callable[[], None] | None = None,
     ) -> TransferRef:
-        """A transfer of blocks that a request holds now, for `lease_s` (the default's when None) unless it is renewed.
+        """Opens a transfer of blocks that a request holds now, for `lease_s` (None: `self.lease_s`) unless it is renewed.
 
-        `on_closing` is called once, when it closes, to cut the link.
-
-        A block may be in several transfers out, or in one transfer in and no other.
+        `on_closing` is called once, when the transfer closes, to cut the link. A block may be in several transfers out, or in one
+        transfer in and no other.
         """
         for block_id in block_ids:
             assert self.pool.ref_count(block_id) > 0, f"block {block_id} is transferred but not held"
@@ -171,7 +171,7 @@ class KVOwnership(Transfers):
             transfer.num_busy -= 1
 
     def renew(self, ref: TransferRef) -> bool:
-        """Moves the deadline to one lease from now. False when it is closed, past its deadline or of another epoch."""
+        """Moves the deadline to one lease from now. False when the transfer is closed, past its deadline or of another epoch."""
         with self._lock:
             transfer = self._open_transfer(ref)
             if transfer is None:
@@ -195,23 +195,24 @@ class KVOwnership(Transfers):
             return self._open_transfer(ref) is not None
 
     def has_let_go(self, ref: TransferRef) -> bool:
-        """It is closed, nothing of it is under way on any rank, and its references are given back."""
+        """Whether the transfer is closed, no rank still reads or writes for it, and its blocks are released."""
         with self._lock:
             return ref.epoch != self.epoch or ref.number not in self._transfers
 
     @property
     def has_transfers(self) -> bool:
-        """Something will have to be collected."""
+        """Whether any transfer is open or not yet collected."""
         return bool(self._transfers)
 
     @property
     def num_leases(self) -> int:
-        """Transfers out that have not let go."""
+        """Number of transfers out that have not released their blocks."""
         with self._lock:
             return sum(transfer.direction is Direction.OUT for transfer in self._transfers.values())
 
     def collect(self) -> list[TransferRef]:
-        """Closes what is past its deadline, frees what is closed and no longer touched. Returns what has let go."""
+        """Closes transfers past their deadline and releases the blocks of closed ones that nothing touches any more. Returns the transfers
+        that released their blocks."""
         now_s = self.clock()
         with self._lock:
             expired = [n for n, t in self._transfers.items() if t.deadline_s <= now_s and not t.is_closing]
@@ -245,7 +246,7 @@ class KVOwnership(Transfers):
             return [TransferRef(number, self.epoch) for number in self._transfers]
 
     def tables(self) -> list[tuple[int, ...]]:
-        """The block tables that transfers account for, for `BlockPool.check_holders`."""
+        """The block tables of all transfers, for `BlockPool.check_holders`."""
         with self._lock:
             return [t.block_ids for t in self._transfers.values()]
 

@@ -1,4 +1,4 @@
-"""Finds and shares the KV blocks that requests have in common."""
+"""Finds cached KV blocks for sequences with common prefixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BlockKeyChain:
         self._keys: list[BlockKey] = []
 
     def key(self, index: int, token_ids: Sequence[int]) -> BlockKey:
-        """Key of block `index` of the sequence, which must be full; `token_ids` is the whole sequence so far."""
+        """Key of block `index`, which must be full; `token_ids` is the whole sequence so far."""
         size = self._block_size
         assert (index + 1) * size <= len(token_ids), f"block {index} is not full"
         while len(self._keys) <= index:
@@ -26,12 +26,12 @@ class BlockKeyChain:
         return self._keys[index]
 
     def parent(self, index: int) -> BlockKey:
-        """Key of the block before `index`, known once `key(index - 1)` was asked for."""
+        """Key of the block before `index`; requires an earlier call of `key(index - 1)`."""
         return self._keys[index - 1] if index else self._root
 
 
 class PrefixCache:
-    """Reads and writes the pool's prefix keys for whole sequences. With `enabled=False` nothing is found or published."""
+    """Finds and publishes the blocks of whole sequences in the pool. With `enabled=False` it does neither."""
 
     def __init__(self, pool: BlockPool, *, enabled: bool = True, weights_version: str = "") -> None:
         self._pool = pool
@@ -43,16 +43,16 @@ class PrefixCache:
         return BlockKeyChain(identity, self._pool.block_size)
 
     def find(self, chain: BlockKeyChain, token_ids: Sequence[int], index: int) -> int | None:
-        """The block that already holds block `index` of the sequence; None when there is none."""
+        """The cached block with the content of block `index` of the sequence; None when there is none."""
         if not self._enabled:
             return None
         size = self._pool.block_size
         return self._pool.find(chain.key(index, token_ids), token_ids[index * size : (index + 1) * size])
 
     def match(self, chain: BlockKeyChain, token_ids: Sequence[int]) -> list[int]:
-        """The longest run of cached blocks from the start, not retained yet.
+        """The longest run of cached blocks from the start; they are not retained yet.
 
-        At least one token is left out, because the last one must be computed to get logits.
+        The last token is never included, because it must be computed to get logits.
         """
         block_ids: list[int] = []
         for index in range((len(token_ids) - 1) // self._pool.block_size):
@@ -63,7 +63,7 @@ class PrefixCache:
         return block_ids
 
     def publish(self, chain: BlockKeyChain, token_ids: Sequence[int], block_ids: Sequence[int], first: int, end: int) -> list[int]:
-        """Makes blocks `first .. end - 1` of the sequence findable; returns the block ids that became so."""
+        """Makes blocks `first .. end - 1` of the sequence findable; returns the ids of the blocks that became findable."""
         if not self._enabled:
             return []
         size = self._pool.block_size

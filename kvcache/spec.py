@@ -1,4 +1,4 @@
-"""What a KV block holds and how it lies in memory. Free of torch."""
+"""The content of a KV block and its layout in memory. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGroupSpec:
-    """Layers whose blocks hold the same kind of content: `num_kv_heads` heads of `k_dim` and `v_dim` per token and layer."""
+    """Layers with the same kind of KV: `num_kv_heads` heads of `k_dim` and `v_dim` per token and layer."""
 
     layers: tuple[int, ...]
     kind: Literal["full", "window"]
     window: int | None
-    """Tokens a query sees, itself included, when `kind` is "window"."""
+    """Number of tokens that a query sees, itself included, when `kind` is "window"; else None."""
     num_kv_heads: int
     k_dim: int
     v_dim: int
 
     def num_values_per_token(self) -> int:
-        """Elements of K and V that one token takes in all layers of the group."""
+        """Elements of K and V per token in all layers of the group."""
         return len(self.layers) * self.num_kv_heads * (self.k_dim + self.v_dim)
 
 

@@ -12,7 +12,7 @@ from kvcache.spec import KVGroupSpec, KVLayout
 class KVTensors:
     """Owns the K and V tensors of every layer on one rank, in the layout of its attention backend.
 
-    Block `b` of the pool is row `b` of each tensor. Memory is not cleared: on a CPU its pages are taken when first written.
+    Block `b` of the pool is row `b` of each tensor. Memory is not cleared, so on a CPU pages are allocated when first written.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class KVTensors:
         return _to_canonical(k, self.layout.k_axes), _to_canonical(v, self.layout.v_axes)
 
     def fill(self, block_ids: Sequence[int], value: float) -> None:
-        """Overwrites blocks, for tests that poison what is free."""
+        """Overwrites blocks, for tests that poison free ones."""
         index = torch.tensor(block_ids, dtype=torch.long)
         for k, v in self._layers.values():
             k[index.to(k.device)] = value
@@ -58,7 +58,7 @@ class KVTensors:
 
 
 def bytes_per_token(groups: Sequence[KVGroupSpec], dtype: torch.dtype) -> int:
-    """Bytes of K and V that one token takes on one rank."""
+    """Bytes of K and V per token on one rank."""
     return sum(group.num_values_per_token() for group in groups) * dtype.itemsize
 
 

@@ -1,4 +1,4 @@
-"""Transfers of a rank that owns no blocks: rank 0 opens and closes them. Bookkeeping only, no torch."""
+"""Transfers on a rank other than 0: rank 0 owns the blocks, and opens and closes the transfers. Bookkeeping only, no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class _Gate:
 
 
 class TransferGate(Transfers):
-    """Owns which transfers are open on this rank. Leases are rank 0's affair: what it has not closed is open.
+    """Owns which transfers are open on this rank. Rank 0 keeps the leases; a transfer is open here until rank 0 closes it.
 
     Always: no read or write begins once a transfer closes, and `on_closed` is called once for each transfer that was
-    opened, after its last read or write has ended. So rank 0 may free the blocks when every rank has said so.
+    opened, after its last read or write has ended. So rank 0 may free the blocks when every rank has reported this.
     """
 
     def __init__(self, lease_s: float, on_closed: Callable[[TransferRef], None]) -> None:
-        """`on_closed` is called from whichever thread was the last."""
+        """`on_closed` is called from the thread that closed the transfer or ended its last read or write."""
         self.lease_s = lease_s
         self._on_closed = on_closed
         self._gates: dict[TransferRef, _Gate] = {}
@@ -32,7 +32,7 @@ class TransferGate(Transfers):
         self._lock = threading.Lock()
 
     def open(self, ref: TransferRef, on_closing: Callable[[], None] = lambda: None) -> None:
-        """In the order of numbers. `on_closing` is called once, when it closes, to cut the link."""
+        """Opens a transfer; calls come in the order of numbers. `on_closing` is called once, when it closes, to cut the link."""
         with self._lock:
             assert self._is_later(ref), f"transfer {ref.number} is opened twice, or too late"
             self._gates[ref] = _Gate(on_closing)
@@ -61,7 +61,7 @@ class TransferGate(Transfers):
             return gate is not None and not gate.is_closing
 
     def is_expected(self, ref: TransferRef) -> bool:
-        """A receiver may have heard of an offer from rank 0 before this rank has."""
+        """Whether rank 0 may open it later: a receiver can hear of an offer before this rank does."""
         with self._lock:
             return self._is_later(ref)
 

@@ -1,7 +1,7 @@
 """KV blocks as flat tensors for a link. Letters of shapes: B blocks, H kv heads, T tokens of a block, D dim of a head.
 
 The canonical order is [layer, block, K/V, kv_head, token, dim]. Between replicas of equal layout the last three axes keep
-the order of that layout, so that both sides copy whole blocks and permute nothing.
+the order of that layout, so that both sides copy whole blocks without permuting.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from kvcache.tensors import KVTensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormat:
-    """What one message holds of each block. Both sides must hold the same one."""
+    """The part of each block in a message, and its order. Both sides must use the same format."""
 
     layout: KVLayout
     layers: tuple[int, int]
     heads: tuple[int, int] | None
-    """First head and the one after the last, counted among the heads of the rank; None for all it has."""
+    """First head and the one after the last, among the rank's heads; None for all of them."""
 
 
 def wire_layout(source: KVLayout, target_id: str) -> KVLayout:
-    """The order of axes between two memories: their own when they agree, else the canonical one."""
+    """The layout for messages between two memories: their own when they agree, else the canonical one."""
     return source if source.id == target_id else CANONICAL_LAYOUT
 
 
 def parse_layout(layout_id: str) -> KVLayout:
-    """Raises ValueError when it is not the id of a layout."""
+    """The layout with an id. Raises ValueError for an invalid id."""
     k_axes, _, v_axes = layout_id.partition("-")
     return KVLayout(k_axes, v_axes)
 
 
 def why_not_form(kv: KVTensors, form: WireFormat) -> str | None:
-    """Why this memory does not hold what a format names; None when it does."""
+    """Why this memory lacks layers or heads of a format; None when it has them."""
     num_layers = sum(len(group.layers) for group in kv.groups)
     if not 0 <= form.layers[0] < form.layers[1] <= num_layers:
         return f"layers {form.layers} are not within the {num_layers} layers of this replica"
@@ -48,7 +48,7 @@ def why_not_form(kv: KVTensors, form: WireFormat) -> str | None:
 
 
 def num_values_per_block(kv: KVTensors, form: WireFormat) -> int:
-    """Elements that one block takes in a message."""
+    """Elements per block in a message."""
     return sum(
         (group.k_dim + group.v_dim) * kv.block_size * _num_heads(form, group.num_kv_heads)
         for group in kv.groups
@@ -58,7 +58,7 @@ def num_values_per_block(kv: KVTensors, form: WireFormat) -> int:
 
 
 def pack(kv: KVTensors, block_ids: Sequence[int], form: WireFormat) -> torch.Tensor:
-    """The content of blocks as one flat tensor of the cache's dtype, on its device."""
+    """Copies blocks to one flat tensor of the cache's dtype, on its device."""
     k, _ = kv.layer(form.layers[0])
     data = torch.empty(len(block_ids) * num_values_per_block(kv, form), dtype=k.dtype, device=k.device)
     index = torch.tensor(block_ids, dtype=torch.long, device=k.device)
@@ -68,7 +68,7 @@ def pack(kv: KVTensors, block_ids: Sequence[int], form: WireFormat) -> torch.Ten
 
 
 def unpack(kv: KVTensors, block_ids: Sequence[int], data: torch.Tensor, form: WireFormat) -> None:
-    """Writes what `pack` made (any dtype, flat) to blocks. Raises ValueError when its size is not theirs."""
+    """Writes a flat tensor from `pack` (any dtype) to blocks. Raises ValueError when its size does not match."""
     expected = len(block_ids) * num_values_per_block(kv, form)
     if data.numel() != expected:
         raise ValueError(f"a message of {len(block_ids)} blocks must hold {expected} values, got {data.numel()}")
@@ -80,7 +80,7 @@ def unpack(kv: KVTensors, block_ids: Sequence[int], data: torch.Tensor, form: Wi
 
 
 def _planes(kv: KVTensors, form: WireFormat, data: torch.Tensor, num_blocks: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For K and then V of every layer: the memory [all blocks, ...] and its part of the message [B, ...], axes alike."""
+    """For K and then V of every layer: the memory [all blocks, ...] and its part of the message [B, ...], in the same axis order."""
     start = 0
     is_same = form.layout.id == kv.layout.id
     heads_of = {layer: group.num_kv_heads for group in kv.groups for layer in group.layers}

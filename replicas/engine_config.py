@@ -9,7 +9,7 @@ from typing import Literal, get_args
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Role = Literal["unified", "prefill", "decode"]
-Backend = Literal["auto", "gloo", "nccl"]
+ParallelBackend = Literal["auto", "gloo", "nccl"]
 Runner = Literal["auto", "native", "transformers"]
 Quantization = Literal["int8", "int4"]
 KVTransfer = Literal["auto", "process-group", "object-store"]
@@ -24,7 +24,7 @@ MAX_KV_LEASE_S = 3600.0
 class ParallelConfig:
     """How the ranks of one replica work together. Only tensor parallelism is implemented."""
 
-    backend: Backend = "auto"
+    backend: ParallelBackend = "auto"
     """Backend of torch.distributed; auto is nccl on CUDA and gloo on a CPU. With gloo, ranks may share a CUDA device."""
     init_deadline_s: float = 300.0
     """Seconds from the start of the ranks until all can take steps, loading included."""
@@ -35,8 +35,8 @@ class ParallelConfig:
     expert_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.backend not in get_args(Backend):
-            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}")
+        if self.backend not in get_args(ParallelBackend):
+            raise ValueError(f"backend must be one of {', '.join(get_args(ParallelBackend))}, got {self.backend!r}")
         for name in ("init_deadline_s", "rank_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")

@@ -1,4 +1,4 @@
-"""Which models are served, decided from the configuration. Free of torch."""
+"""Which models are supported, decided from their configuration. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class UnsupportedModel(ValueError):
-    """The model cannot be served right. The message names the model type and the reason."""
+    """The model cannot be served correctly. The message names the model type and the reason."""
 
 
 def check_supported(config: Any) -> None:

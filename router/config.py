@@ -1,4 +1,4 @@
-"""Settings of the router. Frozen; checked once; the HTTP and YAML edges convert to this."""
+"""Settings of the router: frozen and checked once. Configuration files are converted to them."""
 
 from __future__ import annotations
 
@@ -15,67 +15,67 @@ class RouterConfig:
     """One router's settings, the same for every model it serves."""
 
     policy: PolicyName = "scoring"
-    """How a replica is chosen; see router/README.md."""
+    """The rule that chooses a replica; see router/README.md."""
     orders: tuple[AdmissionOrder, ...] = ("priority", "fair", "slo")
-    """What decides who is next, outermost first; what they leave open goes first come, first served.
+    """Criteria for the next request, the most important first; ties are served in order of arrival.
     `("fcfs",)` alone is plain arrival order."""
     dispatch_ahead: int | None = 2
     """A replica gets a request only while fewer than this many wait inside it, so that the order decided here is the
-    order kept. None sends everything on at once, as a plain load balancer does."""
+    order kept. None dispatches every request at once, like a plain load balancer."""
     lookahead: int = 16
-    """How many waiting requests one step may look past when the replicas that they want are full."""
+    """Number of waiting requests that one step may pass over while the replicas that they want are full."""
     max_queue_requests: int = 4_096
-    """Most requests waiting here for one model; beyond it the lowest class is rejected first."""
+    """Maximum number of requests waiting here for one model; beyond it the lowest priority is rejected first."""
     max_queue_requests_per_tenant: int | None = None
-    """Most waiting requests of one tenant for one model; None sets no limit of its own."""
+    """Maximum number of waiting requests of one tenant for one model; None sets no limit."""
     max_wait_s: float | None = None
-    """Reject at once whoever is predicted to wait longer than this in the queue; None never does."""
+    """Requests with a longer predicted wait in the queue are rejected at once; None sets no limit."""
     max_wait_s_by_priority: Mapping[int, float] = field(default_factory=dict)
-    """The same for single priorities; where one is missing `max_wait_s` holds."""
+    """priority -> limit that replaces `max_wait_s` for it."""
     aging_s: float = 10.0
     """After waiting this long per level of difference, a request may pass one of a better priority."""
     aging_share: int = 8
     """At most one dispatch in this many goes to a request that passed by age (or that is already late), so that a
-    flood of old requests of low priority costs a fresh urgent one no more than one dispatch."""
+    flood of old requests of low priority delays a new urgent one by at most one dispatch."""
     fair_input_weight: float = 1.0
     """Service of one computed prompt token (w_p of the virtual token counter, arXiv 2401.00588)."""
     fair_output_weight: float = 2.0
     """Service of one generated token (w_q)."""
     fair_cached_weight: float = 0.0
-    """Service of one prompt token found in a cache: locality is nearly free (arXiv 2501.14312)."""
+    """Service of one prompt token found in a cache; 0 because cached tokens cost almost nothing (arXiv 2501.14312)."""
     locality_quantum_tokens: float = 0.0
-    """Tenants whose counters lie within this much of the smallest may be served out of turn, longest cached prefix
-    first (the deficit of arXiv 2501.14312). It adds as much to the fairness bound. 0 keeps the strict order."""
+    """Tenants whose counters are within this much of the smallest may be served out of turn, longest cached prefix
+    first (the deficit of arXiv 2501.14312). The fairness bound grows by the same amount. 0 keeps the strict order."""
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     """Share of a tenant relative to others; 1 where missing."""
     default_ttft_slo_s: float = 10.0
-    """Deadline after arrival assumed for requests that carry none: it orders them among those that do, and none waits longer
-    for a cached prefix where another replica is in time."""
+    """Deadline after arrival assumed for requests without one. It orders them among requests with a deadline, and limits how long
+    they wait for a cached prefix when another replica would be in time."""
     booking_expiry_s: float = 10.0
-    """A dispatched request that no report has shown after this long is taken for lost."""
+    """A dispatched request that no report has shown after this long is presumed lost."""
     lease_s: float = 3_600.0
-    """A request that nobody released after this long is forgotten (its caller died without a word)."""
+    """A request that was not released after this long is forgotten, because its caller is presumed dead."""
     caller_lease_s: float = 10.0
-    """A gateway that did not renew its lease for this long is taken for dead: its requests are cancelled everywhere."""
+    """A gateway that did not renew its lease for this long is presumed dead: its requests are cancelled everywhere."""
     hang_timeout_s: float = 2.5
-    """A replica silent for this long is taken for hung, and its streams go on elsewhere. Replicas say a word twice a second,
-    however long a step takes; with very many replicas, who report less often, it grows to five reports."""
+    """A replica silent for this long is presumed hung, and its streams continue on other replicas. Replicas send a heartbeat twice a
+    second, however long a step takes; with very many replicas, which report less often, the timeout grows to five reports."""
     report_timeout_s: float = 30.0
-    """A replica silent for longer gets work only when no other can take it."""
+    """A replica silent for longer gets work only when no other replica can take it."""
     no_replica_timeout_s: float = 10.0
-    """How long a request waits for a first replica to exist before it is rejected as unavailable."""
+    """How long a request waits for the first replica of its model before it is rejected as unavailable."""
     prior_prefill_tokens_per_s: float = 4_000.0
     """Prefill rate assumed before any replica of the model has measured one."""
     prior_decode_step_s: float = 0.03
     """Decode step assumed before any replica of the model has measured one."""
     prior_transfer_tokens_per_s: float = 50_000.0
-    """Speed of KV from the prefill pool to the decode pool assumed before any decode replica of the model has measured one."""
+    """Rate of KV from the prefill to the decode pool assumed before any decode replica of the model has measured one."""
     expected_output_tokens: int = 256
-    """Output length assumed before requests of the model have ended (bounded by each one's `max_tokens`)."""
+    """Output length assumed before requests of the model have ended (bounded by each request's `max_tokens`)."""
     max_candidates: int = 8
-    """How many replicas the scoring policy examines in full, after a first estimate over all of them."""
+    """Number of replicas that the scoring policy examines in full, after a first estimate over all of them."""
     num_explained: int = 1_024
-    """How many of the last decisions are kept for `explain`."""
+    """Number of recent decisions kept for `explain`."""
     seed: int = 0
 
     def __post_init__(self) -> None:

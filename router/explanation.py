@@ -1,4 +1,4 @@
-"""A routing answer as plain JSON values, for people. The router's README says what the terms mean."""
+"""A routing answer as plain JSON values, for people to read. The router's README defines the terms."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from router.snapshot import CandidateLoad, CandidateScore, Decision, Rejection
 
 
 def explanation(answer: Decision | Rejection) -> dict[str, object]:
-    """Every candidate, the best first: with the terms (seconds) of its cost, or with the load that the policy saw. Or why the
-    request was not admitted."""
+    """A decision with every candidate, the best first, each with the terms (seconds) of its cost or the load that the policy saw; or a
+    rejection with its reason."""
     if isinstance(answer, Rejection):
         return {
             "request_id": answer.request_id,

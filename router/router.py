@@ -1,4 +1,4 @@
-"""The router's mind: admission, bookings, prefix index and policy, without a clock and without I/O."""
+"""The router's logic over all models: admission, bookings, prefix index and policy. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from router.snapshot import Decision, Rejection, RoutingRequest
 
 
 class Router:
-    """Serves any number of models, each with a queue of its own; they share nothing but the configuration.
+    """Routes requests of any number of models, each with a queue of its own; models share only the configuration.
 
-    The caller owns time: `now_s` is seconds of Unix time (deadlines are compared with it), never smaller than before.
-    Calls are cheap and never wait. Use: `submit` requests, apply reports, then `step` and hand out its answers; call `step`
-    again after each of these, and at `next_wakeup_s`. Every submitted request that is not cancelled gets exactly one answer.
-    A decision is booked in the step that makes it, until `release` or `cancel`; on the prefill side of a pair until
-    `release_prefill` at the latest.
+    The caller owns time: `now_s` is Unix time in seconds (deadlines are compared with it) and never decreases. Calls are cheap and
+    never wait. Use: `submit` requests and apply reports, then call `step` and deliver its answers; call `step` after each of these
+    calls, and at `next_wakeup_s`. Every submitted request that is not cancelled gets exactly one answer. A decision is booked in the
+    step that makes it, until `release` or `cancel`; on the prefill replica of a pair until `release_prefill` at the latest.
     """
 
     def __init__(self, config: RouterConfig, policy: Policy, sink: DecisionSink | None = None) -> None:
-        """`sink` is called with each decision and everything it was made from (`router.policies.recording`)."""
+        """`sink` is called with each decision and all its inputs (`router.policies.recording`)."""
         self._config = config
         self._policy = policy
         self._sink = sink
@@ -36,7 +35,7 @@ class Router:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Models that have, or had, a replica or a request."""
+        """Models that ever had a replica or a request."""
         return tuple(self._models)
 
     @property
@@ -46,8 +45,8 @@ class Router:
     def submit(self, request: RoutingRequest, now_s: float) -> None:
         """Queues the request; a later `step` answers it.
 
-        The id of a dispatched request may come again (a resend after a death): its old booking ends. Raises ValueError when
-        the id waits already, for whatever model.
+        The id of a dispatched request may be submitted again (a resend after a replica died): its old booking ends. Raises ValueError
+        when a request with this id is already waiting, for any model.
         """
         known = self._model_of_request.get(request.request_id)
         if known is not None and known != request.model:
@@ -59,7 +58,7 @@ class Router:
         self._model_of_request[request.request_id] = request.model
 
     def step(self, now_s: float) -> list[Decision | Rejection]:
-        """Dispatches and books whatever may go now; returns its decisions, and rejections since the last step."""
+        """Dispatches and books the requests that may go now; returns these decisions, and the rejections since the last step."""
         answers = [answer for model in self._models.values() for answer in model.step(now_s)]
         for answer in answers:
             self._explained[answer.request_id] = answer
@@ -71,15 +70,15 @@ class Router:
         return answers
 
     def cancel(self, request_id: str, now_s: float) -> None:
-        """The caller is gone: the request leaves the queue at once, or its booking ends. Unknown ids are ignored."""
+        """Removes a request whose caller is gone from the queue, or ends its booking. Unknown ids are ignored."""
         model = self._model_of_request.pop(request_id, None)
         if model is not None:
             self._models[model].cancel(request_id, now_s)
 
     def release(self, request_id: str, now_s: float, num_output_tokens: int | None = None) -> None:
-        """A dispatched request ended, in whatever way. Unknown ids are ignored.
+        """Ends the booking of a dispatched request, however the request ended. Unknown ids are ignored.
 
-        `num_output_tokens` (all choices together) settles its tenant's counter and teaches the expected output length.
+        `num_output_tokens` (all choices together) settles the tenant's counter and updates the expected output length.
         """
         model = self._model_of_request.get(request_id)
         if model is not None:
@@ -88,13 +87,13 @@ class Router:
                 del self._model_of_request[request_id]
 
     def release_prefill(self, request_id: str, now_s: float) -> None:
-        """The replica that computes the prompt for a pair has nothing left to do, for whatever reason. Unknown ids are ignored."""
+        """Ends a pair's booking on its prefill replica, which has finished or given up. Unknown ids are ignored."""
         model = self._model_of_request.get(request_id)
         if model is not None:
             self._models[model].release_prefill(request_id, now_s)
 
     def apply_report(self, report: ReplicaReport, now_s: float) -> ReportReply:
-        """Takes a replica's report in; lost, repeated and reordered ones do no harm. A first report makes a candidate."""
+        """Applies a replica's report; lost, repeated and reordered reports are harmless. The first report makes a replica a candidate."""
         known = self._model_of_replica.get(report.replica_id)
         if known is not None and known != report.model:
             self._models[known].remove_replica(report.replica_id)
@@ -102,29 +101,29 @@ class Router:
         return self._model(report.model).apply_report(report, now_s)
 
     def remove_replica(self, replica_id: str, now_s: float) -> None:
-        """The replica is gone, and its bookings with it: nothing goes there until it reports anew. Unknown ids are ignored."""
+        """Removes a replica with its bookings; it gets no requests until it reports again. Unknown ids are ignored."""
         model = self._model_of_replica.pop(replica_id, None)
         if model is not None:
             self._models[model].remove_replica(replica_id)
 
     def set_fenced(self, replica_ids: frozenset[str]) -> None:
-        """These replicas, and no others, are taken for hung: nothing goes there. Their bookings stay until they are released."""
+        """Presumes exactly these replicas hung: they get no requests. Their bookings stay until they are released."""
         self._fenced = replica_ids
         for model in self._models.values():
             model.set_fenced(replica_ids)
 
     def requests_of(self, caller: str) -> list[str]:
-        """Ids of what the caller waits for or has booked."""
+        """Ids of the caller's waiting and booked requests."""
         return [request_id for model in self._models.values() for request_id in model.requests_of(caller)]
 
     def next_wakeup_s(self, now_s: float) -> float | None:
-        """When `step` may have something to do though nothing was called in between; None when never."""
+        """When `step` may have work even if nothing is called before; None when never."""
         wakeups = [wakeup_s for model in self._models.values() if (wakeup_s := model.next_wakeup_s(now_s)) is not None]
         return min(wakeups, default=None)
 
     def explain(self, request_id: str) -> list[Decision | Rejection]:
-        """What was answered, newest last, to the request and to what was sent on in its name (ids that continue its own with
-        "-"), among the last `num_explained` requests; decisions have every candidate's terms."""
+        """The answers, newest last, to the request and to requests sent on its behalf (ids that extend its own with "-"), among the
+        last `num_explained` requests. Decisions have every candidate's terms."""
         parts = f"{request_id}-"
         return [answer for known, answer in self._explained.items() if known == request_id or known.startswith(parts)]
 
@@ -133,7 +132,7 @@ class Router:
         return {model: router.statistics() for model, router in self._models.items()}
 
     def describe(self, now_s: float) -> dict[str, object]:
-        """Everything known, by model, as plain JSON values."""
+        """The router's whole state by model, as plain JSON values."""
         return {model: router.describe(now_s) for model, router in self._models.items()}
 
     def _model(self, model: str) -> ModelRouter:

@@ -1,4 +1,4 @@
-"""What one model's router has decided so far, for metrics."""
+"""Counters and load of one model's router, for metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.snapshot import RejectionKind, RoutingRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingStatistics:
-    """One moment of one model. Counters only grow, but a replica's end with it."""
+    """A snapshot of one model. Counters only grow; a replica's counters disappear with the replica."""
 
     num_waiting: Mapping[int, int]
     """priority -> requests in the queue"""
@@ -30,12 +30,12 @@ class RoutingStatistics:
     num_prompt_tokens: Mapping[str, int]
     """replica id -> prompt tokens sent there to be computed"""
     num_cached_tokens: Mapping[str, int]
-    """replica id -> those of them that were known to be cached there"""
+    """replica id -> the part of `num_prompt_tokens` that was known to be cached there"""
 
 
 @dataclass(slots=True)
 class RoutingCounters:
-    """Owns the counters."""
+    """Owns the counters behind `RoutingStatistics`."""
 
     decisions: Counter[str] = field(default_factory=Counter)
     plans: Counter[str] = field(default_factory=Counter)

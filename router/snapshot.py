@@ -1,4 +1,4 @@
-"""What a routing decision is made of, and what it says. Frozen data only: no clock, no I/O, no torch, no Ray."""
+"""The inputs and outputs of a routing decision. Frozen data only: no clock, no I/O, no torch, no Ray."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from replicas.engine_config import Role
 from replicas.request import TraceContext
 
 RECENT_WORK_S = 900.0
-"""Time constant of `ReplicaSnapshot.recent_work_s`: about as long as a cache lives, for what fills it is this work; short
-enough to forget a night."""
+"""Time constant of `ReplicaSnapshot.recent_work_s`: about the lifetime of a cached block, since this work is what fills caches, and
+short enough to forget the load of the night before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRequest:
-    """What the router knows of a request: its size, its prefix and its rights, never its text."""
+    """What the router knows about a request: its size, its prefix and its rights, never its text."""
 
     request_id: str
     model: str
     num_prompt_tokens: int
     max_tokens: int
-    """Output tokens it may take, all choices together."""
+    """Output tokens that it may generate, all choices together."""
     block_keys: tuple[BlockKey, ...] = ()
-    """Keys of the prompt's full blocks, as `kvcache.hashing.block_keys` gives them."""
+    """Keys of the prompt's full blocks, from `kvcache.hashing.block_keys`."""
     num_choices: int = 1
     priority: int = 0
     """Smaller is more urgent."""
@@ -36,18 +36,18 @@ class RoutingRequest:
     excluded_replicas: frozenset[str] = frozenset()
     """Replicas that already failed this request."""
     is_alone: bool = False
-    """It was present when replicas died: nothing else may run where it runs."""
+    """Whether it was present when replicas died: nothing else may run on its replica."""
     is_whole: bool = False
-    """It must be computed by one replica from its first token on, never by a pair."""
+    """Whether one replica must compute it from the first token to the last, never a pair."""
     caller: str = ""
-    """The gateway that asks; when its lease expires the request is given up."""
+    """The gateway that sent it; when the gateway's lease expires the request is cancelled."""
     trace_context: TraceContext = TraceContext()
 
 
 class ReplicaLoad(NamedTuple):
-    """Of a replica's statistics what policies ask for, under the same names (`replicas.stats.ReplicaStats` says what they mean).
+    """The part of a replica's statistics that policies use. Names and meanings are those of `replicas.stats.ReplicaStats`.
 
-    A tuple of these alone, as `ReplicaSnapshot` is one: a frozen dataclass of all the counters takes ten times as long to make.
+    A tuple, like `ReplicaSnapshot`: a frozen dataclass of all the counters takes ten times as long to make.
     """
 
     num_running: int = 0
@@ -63,9 +63,9 @@ class ReplicaLoad(NamedTuple):
 
 
 class ReplicaSnapshot(NamedTuple):
-    """One candidate as the policy sees it: its last report plus everything booked on it since.
+    """One candidate as the policy sees it: its last report and everything booked on it since.
 
-    A tuple, because a decision makes several: a frozen dataclass of as many fields takes more than twice as long to make.
+    A tuple, because every decision makes several: a frozen dataclass takes more than twice as long to make.
     """
 
     replica_id: str
@@ -75,38 +75,38 @@ class ReplicaSnapshot(NamedTuple):
     num_cached_blocks: int = 0
     """Leading blocks of this request's prompt that the replica reported as cached."""
     num_pending_blocks: int = 0
-    """Leading blocks that bookings will have cached soon (at least `num_cached_blocks`): affinity, not yet a saving."""
+    """Leading blocks that are cached or that bookings will cache soon: a reason for affinity, not yet a saving."""
     num_booked_requests: int = 0
-    """Requests sent since the last report, or not yet seen in one."""
+    """Requests sent to the replica that no report has counted yet."""
     num_booked_prefill_tokens: int = 0
     num_booked_context_tokens: int = 0
     recent_work_s: float = 0.0
-    """Seconds of prefill sent there lately, decaying with `RECENT_WORK_S`; under a steady load, that times its utilization.
-    It keeps replicas even while none of them has a queue."""
+    """Seconds of prefill sent there lately, decaying with `RECENT_WORK_S`; under steady load, `RECENT_WORK_S` times the utilization.
+    It balances replicas even while none of them has a queue."""
     recent_work_scale: float = 1.0
-    """By how much that was extrapolated from the time since the replica is known; nears 1 with time."""
+    """Factor by which `recent_work_s` was extrapolated for a replica known for a short time; approaches 1."""
     report_age_s: float = 0.0
     role: Role = "unified"
-    """Its pool."""
+    """The replica's pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """Replicas that could take the request, in ascending order of id; all of them, unless the policy examines only the
-    most promising (`Policy.examines_all`)."""
+    """Replicas that could take the request, in ascending order of id: all of them, or the most promising ones when the policy examines
+    only these (`Policy.examines_all`)."""
 
     now_s: float
     replicas: tuple[ReplicaSnapshot, ...]
-    """Those that can do all of it. One of the decode pool can also go on from KV of the prefill pool."""
+    """Replicas that can serve the whole request. Those of the decode pool can also continue from KV of the prefill pool."""
     prefill: tuple[ReplicaSnapshot, ...] = ()
-    """Replicas of the prefill pool that may compute the prompt first. Empty without pools, and when one pool is not to be had:
-    what is left of the other is in `replicas` then."""
+    """Replicas of the prefill pool that may compute the prompt first. Empty without pools, and when one pool is unavailable:
+    `replicas` then holds the other pool."""
 
 
 class CandidateScore(NamedTuple):
-    """One candidate's predicted cost and the named terms it is the sum of, all in seconds; the lowest cost is chosen.
+    """One candidate's predicted cost and the named terms that add up to it, all in seconds; the lowest cost wins.
 
-    Names and seconds stand apart, because thousands of these are kept to explain decisions, and all share a few tuples of names.
+    Names and seconds are separate, because thousands of scores are kept to explain decisions and share a few tuples of names.
     """
 
     replica_id: str
@@ -114,7 +114,7 @@ class CandidateScore(NamedTuple):
     names: tuple[str, ...] = ()
     seconds: tuple[float, ...] = ()
     prefill_replica_id: str | None = None
-    """Set for a pair: this replica computes the prompt, and `replica_id` goes on."""
+    """Set for a pair: this replica computes the prompt, and `replica_id` continues."""
 
     @property
     def terms(self) -> tuple[tuple[str, float], ...]:
@@ -122,13 +122,13 @@ class CandidateScore(NamedTuple):
 
 
 class CandidateLoad(NamedTuple):
-    """One candidate as a policy that predicts no times saw it."""
+    """One candidate's load as seen by a policy that predicts no times."""
 
     replica_id: str
     num_requests: int
-    """In the replica or on their way to it."""
+    """Requests in the replica or on their way to it."""
     num_tokens: int
-    """In its KV, waiting to be computed, or on their way."""
+    """Tokens in its KV, waiting to be computed, or on their way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +140,10 @@ class Decision:
     replica_role: Role = "unified"
     """The pool of `replica_id`."""
     prefill_replica_id: str | None = None
-    """Set when this replica of the prefill pool computes the prompt first, and `replica_id` takes its KV over."""
+    """Set for a pair: this replica of the prefill pool computes the prompt, and `replica_id` continues from its KV."""
     predicted_ttft_s: float | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that were known to be cached on the replica that computes the prompt."""
+    """Prompt tokens known to be cached on the replica that computes the prompt."""
     candidates: tuple[CandidateScore | CandidateLoad, ...] = ()
 
 
@@ -161,5 +161,5 @@ class Rejection:
 
     @property
     def is_unavailable(self) -> bool:
-        """Nothing is wrong with the request or its number: nobody is there to serve it."""
+        """Whether no replica exists: neither the request nor the load is the reason."""
         return self.kind == "no_replica"

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine whose invariants are checked, and random operations on both with every freed block poisoned."""
+"""A prefill and a decode engine with checked invariants, and random operations on both with every freed block poisoned."""
 
 from __future__ import annotations
 

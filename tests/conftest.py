@@ -1,4 +1,4 @@
-"""Fixtures that more than one test module needs."""
+"""Fixtures that several test modules share."""
 
 from __future__ import annotations
 

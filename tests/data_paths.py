@@ -1,4 +1,4 @@
-"""Where test data lies: the repository's own, and public files that a machine may have besides."""
+"""The paths of test data: the repository's own, and public files that a machine may also have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recording of nothing: the work itself, run again on the same memory. For machines without CUDA."""
+"""A fake graph capture for machines without CUDA: its replay runs the work again on the same memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drives an engine to the end of its requests and keeps what came out."""
+"""Drives an engine to the end of its requests and keeps their output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, driven over a pipe: the peer that tests kill, stop and restart."""
+"""One engine in its own process, driven over a pipe: the peer that tests kill, stop and restart."""
 
 from __future__ import annotations
 

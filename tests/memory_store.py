@@ -1,4 +1,4 @@
-"""An object store within this process, which can lose what it holds."""
+"""An object store within this process, which can lose its objects."""
 
 from __future__ import annotations
 

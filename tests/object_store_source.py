@@ -1,4 +1,4 @@
-"""An actor that gives messages away through Ray's object store: the process that tests kill."""
+"""An actor that sends messages through Ray's object store: the process that tests kill."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every order of events of two requests, two replicas and three blocks, over the real pool and the real ownership.
 
-The model around them is a source that prefills, a receiver that loads, and a network that loses, repeats and delays what
-is said. Any point may bring an abort, a death or an expiry. Each request needs two of the three blocks, so that whatever
-is freed is wanted at once.
+The model around them is a source that prefills, a receiver that loads, and a network that loses, repeats and delays
+messages. An abort, a death or an expiry can happen at any point. Each request needs two of the three blocks, so that every
+freed block is needed at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts of several languages and code, as plain text or as chat messages of a model."""
+"""Prompts in several languages and code, as plain text or as chat messages of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as threads of the test's own process: the same code and the same sockets, without seconds of imports for each."""
+"""Ranks as threads of the test's process: the same code and sockets, without seconds of imports for each rank."""
 
 from __future__ import annotations
 

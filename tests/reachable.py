@@ -1,4 +1,4 @@
-"""What an object keeps alive, so that a test of memory needs no name of a private attribute."""
+"""Counts the objects that an object keeps alive, so that tests of memory need no private attributes."""
 
 from __future__ import annotations
 

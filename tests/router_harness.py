@@ -1,4 +1,4 @@
-"""A router and what it is asked, for tests of routing: replicas are reports, requests are sizes and keys."""
+"""A router with its requests and reports, for tests of routing: replicas are reports, requests are sizes and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request of a trace, made by hand."""
+"""A trace of one request, made by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of every family, built with the `tokenizers` library, whose own decode is the reference."""
+"""Small tokenizers of every family, built with the `tokenizers` library; its own decode is the reference."""
 
 from __future__ import annotations
 

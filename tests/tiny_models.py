@@ -1,4 +1,4 @@
-"""Random models of a few thousand weights, one for each family, and what transformers makes of them."""
+"""Random models of a few thousand weights, one per family, and transformers' output for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both sides of a handoff in one process, without engines: blocks, offers, pulls, and what is between them."""
+"""Both sides of a handoff in one process, without engines: blocks, offers, pulls, and the transport between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One piece of an answer."""
+"""One piece of an answer, in the form that all dialects read."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class ChoiceDelta:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     """One per prompt token after the first, in the first delta of each choice, when the request asks for them."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt that its replica found cached."""
+    """Prompt tokens that the replica found cached."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

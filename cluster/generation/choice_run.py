@@ -1,4 +1,4 @@
-"""Follows one choice to its end, through every replica that it loses."""
+"""Runs one choice to its end, on another replica whenever it loses one."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class Surroundings:
     decisions: Decisions
     policy: FailoverPolicy
     emit: Callable[[RequestEvent], None]
-    """Told what happens, without waiting."""
+    """Receives events; must not block."""
     put: Callable[[ChoiceDelta], Awaitable[None]]
-    """Takes what the reader gets; waits while the reader is slow."""
+    """Passes a delta to the reader; waits while the reader is slow."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 class ChoiceRun:
-    """Owns what has been emitted of one choice. It runs on one replica, or on a pair (`pair_stream`).
+    """Owns the emitted part of one choice, which runs on one replica or on a pair (`pair_stream`).
 
-    A replica that dies is replaced: the choice goes on elsewhere from its journal, and its reader notices only a pause.
+    When a replica dies, the choice continues on another one from its journal, and its reader notices only a pause.
     """
 
     def __init__(self, request: GenerationRequest, index: int, around: Surroundings, scores: PromptScores | None = None) -> None:
-        """`index` in the answer; `scores` for the choice that computes the prompt's log-probabilities for its siblings too."""
+        """`index` of the choice in the answer; `scores` for the choice that computes the prompt's log-probabilities for all choices."""
         self._index = index
         self._around = around
         self._scores = scores
@@ -67,7 +67,7 @@ class ChoiceRun:
         return self._journal.num_tokens
 
     async def run(self, decision: Decision, booking: PrefillBooking) -> None:
-        """Until the choice is finished. Raises GenerationFailed, Unavailable, Overloaded, RequestRejected."""
+        """Returns when the choice is finished. Raises GenerationFailed, Unavailable, Overloaded, RequestRejected."""
         around, leases = self._around, list[str]()
         try:
             while True:
@@ -78,11 +78,11 @@ class ChoiceRun:
                 except ReplicaGone as error:
                     pause_s = self._note_loss(error)
                     if self._losses.has_waited_enough:
-                        raise Unavailable("no replica can take the request: each that could has died or left it") from error
+                        raise Unavailable("no replica can take the request: all that could have died or returned it") from error
                     await around.sleep(pause_s)
                 except PairGivenUp:
-                    logger.warning("request %s choice %d runs alone next", *self._name)
-                    if leases:  # what is booked on the decode replica, which lives, must not keep it from being the empty one
+                    logger.warning("request %s choice %d runs alone on its next replica", *self._name)
+                    if leases:  # the decode replica is alive, and its booking must not keep it from being the empty one
                         around.backend.release(leases.pop(), self.num_tokens)
                 around.emit(Moved(at_s=around.clock(), index=self._index))
                 resend = self._journal.begin_attempt()
@@ -94,7 +94,7 @@ class ChoiceRun:
             for lease_id in leases:
                 around.backend.release(lease_id, self.num_tokens)
 
-    # PairListener: told by the stream of a pair.
+    # PairListener: called by the stream of a pair.
 
     def sent_to(self, replica_id: str, part: Part) -> None:
         self._around.emit(Dispatched(at_s=self._around.clock(), index=self._index, replica_id=replica_id, part=part))
@@ -116,9 +116,9 @@ class ChoiceRun:
         return self._journal.current_request().key
 
     def _note_loss(self, error: ReplicaGone) -> float:
-        """Counts a lost replica, tells the router of a dead one, and returns the seconds to wait before another is asked for.
-        Raises GenerationFailed when it was the last one that the choice may take with it."""
-        logger.warning("request %s choice %d: %s; going on from token %d", *self._name, error, self.num_tokens)
+        """Counts a lost replica, reports a dead one to the router, and returns the seconds to wait before asking for another.
+        Raises GenerationFailed when the choice has reached its maximum number of deaths."""
+        logger.warning("request %s choice %d: %s; continuing from token %d", *self._name, error, self.num_tokens)
         pause_s = self._losses.add(error, self.num_tokens)
         self._around.emit(Lost(at_s=self._around.clock(), index=self._index, replica_id=error.replica_id))
         if isinstance(error, ReplicaDied) and not isinstance(error, ReplicaHung):
@@ -137,7 +137,7 @@ class ChoiceRun:
         return backend.generate(model, decision.replica_id, self._journal.current_request(), decision.replica_role)
 
     async def _follow(self, decision: Decision) -> None:
-        """Streams from the replicas of one decision until the choice is finished. Raises ReplicaGone when they cannot go on."""
+        """Streams from the replicas of one decision until the choice is finished. Raises ReplicaGone when they cannot finish it."""
         async with aclosing(self._open(decision)) as stream:
             async for progress in stream:
                 if self._journal.try_record(progress) and await self._pass_on(progress, decision):
@@ -145,10 +145,10 @@ class ChoiceRun:
         raise ReplicaLeft(decision.replica_id, "its stream ended early")
 
     async def _pass_on(self, progress: RequestProgress, decision: Decision) -> bool:
-        """Gives the reader what is new; True when that was the last of it. Raises ReplicaLeft, GenerationFailed."""
+        """Passes new text and tokens to the reader; True when the choice is finished. Raises ReplicaLeft, GenerationFailed."""
         if progress.token_ids and (pause_s := self._losses.take_pause()) is not None:
             self._around.emit(Resumed(at_s=self._around.clock(), index=self._index, pause_s=pause_s))
-        # Tokens before a bad ending may come in one message with it, and are the client's all the same.
+        # One message may hold both tokens and a bad ending; the client gets the tokens anyway.
         is_cut = progress.finish_reason in _CUT
         delta = self._text.push(replace(progress, finish_reason=None) if is_cut else progress)
         is_finished = delta.finish_reason is not None

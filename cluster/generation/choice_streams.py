@@ -1,4 +1,4 @@
-"""Runs every choice of one HTTP request and merges what they say into one stream of text."""
+"""Runs every choice of one HTTP request and merges their deltas into one stream."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from cluster.settings.failover import FailoverPolicy
 from replicas.request import FinishReason, GenerationRequest
 from router.snapshot import Decision
 
-_QUEUE_SIZE = 256  # messages a slow reader may be behind before its replicas' streams wait
+_QUEUE_SIZE = 256  # deltas that a slow reader may be behind before the replicas' streams wait
 
 
 class ChoiceStreams:
-    """Use as an async context manager and iterate once. Leaving it cancels whatever still runs, on every replica.
+    """Owns the tasks of the choices, and counts the deltas that its reader has taken.
 
-    Owns the tasks of the choices, and counts what its reader has taken. Iterating raises Overloaded, Unavailable, GenerationFailed,
-    or RequestRejected.
+    Use it as an async context manager and iterate once. Leaving the context cancels choices that still run, on every replica.
+    Iterating raises Overloaded, Unavailable, GenerationFailed, or RequestRejected.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ChoiceStreams:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`emit` is told what happens, in the event loop."""
+        """`emit` receives events, in the event loop."""
         self._prepared = prepared
         self._backend = backend
         self._decisions = Decisions(backend, model, policy, clock, sleep)
@@ -61,11 +61,11 @@ class ChoiceStreams:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._num_output_tokens = 0
-        self._num_cached = [0] * len(prepared.requests)  # prompt -> its tokens that some choice found cached
+        self._num_cached = [0] * len(prepared.requests)  # by prompt: the most tokens that a choice found cached
 
     @property
     def usage(self) -> Usage:
-        """Counts what the reader has taken so far."""
+        """Tokens that the reader has taken so far."""
         return Usage(
             num_prompt_tokens=self._prepared.num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
@@ -112,7 +112,7 @@ class ChoiceStreams:
             self._emit(ChoiceFinished(at_s=self._clock(), index=delta.index, reason=delta.finish_reason))
 
     async def _run_prompt(self, request: GenerationRequest, position: int) -> None:
-        """One prompt: one decision, then all its choices. Any failure goes to the reader as an item."""
+        """Runs one prompt: one decision, then all its choices. Passes any failure to the reader as an item of the queue."""
         params = self._prepared.params
         scores = None if params.prompt_logprobs is None else PromptScores(is_all=params.max_tokens == 0)
         runs: list[ChoiceRun] = []
@@ -140,13 +140,13 @@ class ChoiceStreams:
             self._backend.release(request.request_id, sum(run.num_tokens for run in runs))
 
     async def _run_scored(self, run: ChoiceRun, index: int, scores: PromptScores, decision: Decision, booking: PrefillBooking) -> None:
-        """A choice whose first sibling scores the prompt for both."""
+        """Runs a choice after the prompt's first choice has computed the log-probabilities for both."""
         await self._queue.put(await scores.wait_delta(index))
         if not scores.is_all:
             await run.run(decision, booking)
 
 
 def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
-    """The first error inside nested groups: the reader can answer with one only."""
+    """The first error inside nested groups: the answer can report only one."""
     error = errors.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

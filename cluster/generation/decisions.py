@@ -1,4 +1,4 @@
-"""Asks the router where a prompt, or a choice that lost its replica, goes."""
+"""Asks the router for the replica of a prompt, or of a choice that lost its replica."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from router.snapshot import Decision, Rejection, RoutingRequest
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
-_NO_REPLICA_PAUSE_S = 0.1  # between two rejections for want of a replica, each of which has waited in the router before
+_NO_REPLICA_PAUSE_S = 0.1  # after a rejection without a replica; the router waits itself before each
 
 
 class Decisions:
-    """The router's decisions on requests for one model. Outwaits a router that restarts."""
+    """Gets the router's decisions on requests for one model. Waits while the router restarts."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class Decisions:
         self._sleep = sleep
 
     async def first(self, request: GenerationRequest, *, num_choices: int) -> Decision:
-        """On a prompt with all its choices. Raises Overloaded, Unavailable."""
+        """The decision on a prompt with all its choices. Raises Overloaded, Unavailable."""
         return await self._decided(self._routing(request, num_choices))
 
     async def another(self, request: GenerationRequest, *, excluded: frozenset[str], is_alone: bool) -> Decision:
-        """On a choice that lost its replica. Raises Overloaded, Unavailable.
+        """The decision on a choice that lost its replica. Raises Overloaded, Unavailable.
 
-        It outwaits the router's own limit, which is meant for requests that can still be sent elsewhere: a client that has text
-        already cannot, and a restart takes as long as loading the model.
+        It waits longer than the router's own limit, which is meant for requests that clients can still send elsewhere. A client that
+        has already received text cannot, and a replica's restart takes as long as loading the model.
         """
         routing = self._routing(request, num_choices=1)
         routing = replace(routing, excluded_replicas=excluded, is_alone=is_alone, is_whole=routing.is_whole or is_alone)
@@ -73,7 +73,7 @@ class Decisions:
         return answer
 
     async def _ask(self, routing: RoutingRequest) -> Decision | Rejection:
-        """A dead router is asked again until it is back: queued requests are resubmitted by whoever made them."""
+        """Asks a dead router again until it is back: gateways resubmit the requests that were queued there."""
         deadline_s = self._clock() + self._policy.router_timeout_s
         pause_s = _FIRST_PAUSE_S
         while True:

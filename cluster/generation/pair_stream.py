@@ -1,4 +1,4 @@
-"""One choice on two replicas, prefill on one and decode on the other, read like the stream of one."""
+"""One choice on two replicas, prefill on one and decode on the other, merged into one stream."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ logger = logging.getLogger(__name__)
 
 
 class PairGivenUp(Exception):
-    """The choice must not go on with what is left of its pair, and needs a new decision. The loss behind it was told before."""
+    """The choice must not continue on the rest of its pair, and needs a new decision. The loss was reported to the listener before."""
 
 
 class PairListener(Protocol):
-    """Hears what cannot be seen in the stream of a pair."""
+    """Receives the events of a pair that its stream does not show."""
 
     def sent_to(self, replica_id: str, part: Part) -> None:
-        """The replica gets that part of the choice."""
+        """Called when a replica gets a part of the choice."""
         ...
 
     def prefill_ended(self) -> None:
-        """Once for each pair that began: its prefill replica has handed over, failed, or was left."""
+        """Called once per pair: its prefill replica has handed over, failed, or was cancelled."""
         ...
 
     def prefill_lost(self, error: ReplicaGone) -> None:
-        """An exception raised here ends the pair: PairGivenUp, or the reason why the choice ends."""
+        """Called when the prefill replica is lost. An exception raised here ends the pair: PairGivenUp, or the choice's own error."""
         ...
 
     def recomputes(self, reason: RecomputeReason) -> None:
-        """The decode replica gets the choice anew, without a handoff."""
+        """Called when the decode replica gets the choice again, without a handoff."""
         ...
 
 
 class PrefillBooking:
-    """The booking of a decision on its prefill replica; ended once, when all its choices are done there."""
+    """The booking of a decision on its prefill replica. It ends once, when all choices have ended there."""
 
     def __init__(self, backend: Backend, decision: Decision, num_choices: int) -> None:
         self._backend = backend
@@ -61,14 +61,14 @@ class PrefillBooking:
 class PairStream:
     """Owns the streams of one choice from both replicas of a decision.
 
-    The decode replica gets the choice with the handoff, as soon as that is there, and pulls while the other still computes. When
-    the prefill replica is lost before, it gets the choice without one, behind what is in the journal, as a higher attempt; when
-    it is lost later, the decode replica notices by itself and goes on, unless the other hangs: that breaks no link, so this waits for
-    it too until the decode replica has a token.
+    The decode replica gets the choice as soon as the handoff exists, and pulls KV while the prefill replica still computes. When the
+    prefill replica is lost before that, the decode replica gets the choice without a handoff, with the journal's tokens and a higher
+    attempt. When it is lost later, the decode replica notices this by itself and continues. A prefill replica that hangs breaks no link,
+    so this class also watches for a hang until the decode replica has produced a token.
     """
 
     def __init__(self, backend: Backend, model: str, decision: Decision, journal: StreamJournal, listener: PairListener) -> None:
-        """`journal` holds what the reader of `progress` has taken, before it asks for more."""
+        """The reader of `progress` must record each message in `journal` before it asks for the next one."""
         assert decision.prefill_replica_id is not None, "a decision for one replica needs no pair"
         self._backend, self._model = backend, model
         self._prefill_id, self._decode_id, self._decode_role = decision.prefill_replica_id, decision.replica_id, decision.replica_role
@@ -77,13 +77,13 @@ class PairStream:
         self._merge = PairedProgress(self._request)
         self._prefill: _Side | None = None
         self._decode: _Side | None = None
-        self._hang: asyncio.Task[None] | None = None  # ends when the prefill replica hangs, which has ended its part, with KV still there
+        self._hang: asyncio.Task[None] | None = None  # ends when the prefill replica hangs after its part, with KV not pulled yet
         self._resend_reason: RecomputeReason | None = None
 
     async def progress(self) -> AsyncGenerator[RequestProgress, None]:
         """Iterate once. Closing the iterator cancels the choice on both replicas.
 
-        Raises ReplicaGone of the decode replica alone, RequestRejected of either, and what `PairListener.prefill_lost` raises.
+        Raises ReplicaGone only for the decode replica, RequestRejected from either, and the exceptions of `PairListener.prefill_lost`.
         """
         self._prefill = self._open(self._prefill_id, "prefill", replace(self._request, wants_handoff=True))
         is_finished = False
@@ -99,16 +99,16 @@ class PairStream:
             await self._close()
 
     async def _next(self) -> RequestProgress | None:
-        """One message of either side, waited for; None when it tells nothing new."""
+        """Waits for one message of either side; None when it contains nothing new for the reader."""
         sides = [side for side in (self._prefill, self._decode) if side is not None and not side.is_over]
         if len(sides) > 1 or self._hang is not None:
             watched = [] if self._hang is None else [self._hang]
             await asyncio.wait([*(side.ask() for side in sides), *watched], return_when=asyncio.FIRST_COMPLETED)
         if self._prefill is not None and (len(sides) == 1 or self._prefill.has_answer):
             return await self._take_prefill(self._prefill)
-        assert self._decode is not None, "whoever loses the prefill side begins the decode side"
+        assert self._decode is not None, "without a prefill side there is a decode side"
         if self._hang is not None and not self._decode.has_answer:
-            # Not its death: the choice had ended there before.
+            # Not counted as a death, because the choice had already ended there.
             await self._lose_prefill(ReplicaLeft(self._prefill_id, "it hangs with KV that was not taken"), breaks_link=False)
             return None
         return await self._take_decode(self._decode)
@@ -131,7 +131,7 @@ class PairStream:
         return told
 
     async def _good_message(self, side: _Side) -> RequestProgress:
-        """Raises ReplicaGone when the prefill replica ends without having done its part."""
+        """The next message of the prefill replica. Raises ReplicaGone when it ends without having done its part."""
         item = await side.next()
         if item is None:
             raise ReplicaLeft(self._prefill_id, "its stream ended early")
@@ -204,7 +204,7 @@ class PairStream:
 
 
 class _Side:
-    """Owns one replica's stream, of which one message may be asked for ahead."""
+    """Owns one replica's stream, and reads at most one message ahead."""
 
     def __init__(self, stream: AsyncGenerator[RequestProgress, None]) -> None:
         self.is_over = False
@@ -212,7 +212,7 @@ class _Side:
         self._asked: asyncio.Task[RequestProgress | None] | None = None
 
     def ask(self) -> asyncio.Task[RequestProgress | None]:
-        """Begins to wait for the next message, once; `next` gives it."""
+        """Starts waiting for the next message, which `next` returns; repeated calls give the same task."""
         if self._asked is None:
             self._asked = asyncio.create_task(self._read())
         return self._asked
@@ -222,14 +222,14 @@ class _Side:
         return self._asked is not None and self._asked.done()
 
     async def next(self) -> RequestProgress | None:
-        """None after the last one. Raises what the stream raises."""
+        """The next message; None after the last one. Raises the stream's exceptions."""
         item = await (self._read() if self._asked is None else self._asked)
         self._asked = None
         self.is_over = item is None or item.finish_reason is not None
         return item
 
     def cancel(self) -> None:
-        """Begins to close it."""
+        """Starts closing the stream, without waiting."""
         if self._asked is not None:
             self._asked.cancel()
 

@@ -1,4 +1,4 @@
-"""One HTTP generation request, checked and tokenized: what the gateway runs and answers, whatever the protocol."""
+"""One HTTP generation request, checked and tokenized, independent of its protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.snapshot import RoutingRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedGeneration:
-    """`requests` has one entry per prompt, each standing for `params.n` choices.
+    """The requests of all prompts: `requests` has one entry per prompt, each for `params.n` choices.
 
     Choice `c` of prompt `p` has index `p * n + c` in the answer.
     """
@@ -28,7 +28,7 @@ class PreparedGeneration:
     params: SamplingParams
     stream: bool = False
     is_prompt_only: bool = False
-    """Zero tokens were asked for: the prompt is checked and echoed, nothing runs."""
+    """Whether zero tokens are requested: the prompt is checked and echoed, and nothing runs."""
     target: LatencyTarget | None = None
 
     @property
@@ -56,9 +56,9 @@ def prepare_generation(
     stream: bool = False,
     is_prompt_only: bool = False,
 ) -> PreparedGeneration:
-    """Makes the requests of tokenized and checked prompts, for whoever `context` tells. A seed is drawn where the client gave none.
+    """Makes the requests of tokenized and checked prompts, with the rights in `context`. Draws a seed when the client gave none.
 
-    `asked_priority` is that of the body.
+    `asked_priority` is the priority in the body.
     """
     seed = secrets.randbits(63) if params.seed is None else params.seed
     priority = context.priority(asked_priority)
@@ -90,10 +90,10 @@ def prepare_generation(
 
 
 def routing_request(model: str, request: GenerationRequest, *, block_size: int, weights_version: str, num_choices: int) -> RoutingRequest:
-    """A prompt as the router needs to know it: its size and the keys of its full blocks, unless none may be reused.
+    """The router's view of a request: its size, and the keys of its full blocks unless no block may be reused.
 
-    A replica that computes log-probabilities of a prompt computes all of it, and continues alone. Once a token is out, no
-    deadline of the first one is left: it must not make a request that lost its replica look late.
+    Log-probabilities of a prompt require that one replica computes all of it and then continues alone. Once a token is emitted, the
+    deadline of the first token no longer applies: it must not make a request that lost its replica look late.
     """
     reusable_ids = () if request.wants_prompt_logprobs else request.prompt_ids
     identity = CacheIdentity(salt=request.cache_salt, adapter_id=request.adapter_id, weights_version=weights_version)

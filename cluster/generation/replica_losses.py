@@ -1,4 +1,4 @@
-"""The replicas that a choice lost, and what follows from that."""
+"""The replicas that a choice lost, and the consequences for it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class ReplicaLosses:
-    """Owns the losses of one choice, and knows how long it has been without a replica that makes progress."""
+    """Owns the losses of one choice, and measures how long it has been without progress."""
 
     def __init__(self, policy: FailoverPolicy, clock: Callable[[], float]) -> None:
         self.num_deaths = 0
         self.replica_ids: frozenset[str] = frozenset()
         self._policy = policy
         self._clock = clock
-        self._since_s = 0.0  # of the first loss after the last token
+        self._since_s = 0.0  # time of the first loss after the last token
         self._num_tokens = -1
         self._num_repeats = 0
         self._is_pausing = False
 
     @property
     def is_suspect(self) -> bool:
-        """It was present at so many deaths that it may be their reason: where it runs next, nothing else may run."""
+        """Whether the choice was present at enough deaths to be their possible cause: it must run alone on its next replica."""
         return self.num_deaths >= max(2, self._policy.max_deaths - 1)
 
     @property
@@ -37,17 +37,16 @@ class ReplicaLosses:
         return self._clock() - self._since_s > self._policy.replica_timeout_s
 
     def take_pause(self) -> float | None:
-        """The first token after a loss has come: seconds since that; None when nothing was lost."""
+        """Seconds from the first loss to now, the first token after it; None when no replica was lost since the last call."""
         if not self._is_pausing:
             return None
         self._is_pausing = False
         return self._clock() - self._since_s
 
     def add(self, error: ReplicaGone, num_tokens: int) -> float:
-        """Counts one more; `num_tokens` are out. Returns the seconds to wait before the router is asked for another.
+        """Counts a loss after `num_tokens` emitted tokens. Returns the seconds to wait before asking the router for another replica.
 
-        They grow while the same replicas are named again and again: it has no other, which changes soon (its successor
-        loads) or never.
+        The wait grows while the router names the same replicas again: it has no others, until a successor has loaded.
         """
         self.num_deaths += isinstance(error, ReplicaDied)
         if num_tokens != self._num_tokens:

@@ -1,4 +1,4 @@
-"""All that the edge knows of a request besides its body."""
+"""Everything that the HTTP edge knows about a request besides its body."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from replicas.request import TraceContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """Who asks, when, and what the headers ask for."""
+    """Who sent the request, when, and the wishes in its headers."""
 
     principal: Principal
     arrival_s: float
     """Unix time."""
     asked_priority: int | None = None
-    """By the header; a field of the body goes before it."""
+    """Priority in the header; a priority in the body takes precedence."""
     asked_ttft_s: float | None = None
     asked_tpot_s: float | None = None
     trace_context: TraceContext = TraceContext()
 
     def target(self, targets: Sequence[LatencyTarget], priority: int) -> LatencyTarget | None:
-        """The one of its model's `targets` that counts for the request. Headers can only make it stricter."""
+        """The entry of the model's `targets` that applies to the request. Headers can only make it stricter."""
         target = target_for(targets, priority)
         return None if target is None else target.lowered(self.asked_ttft_s, self.asked_tpot_s)
 
     def priority(self, of_body: int | None) -> int:
-        """The priority that the request gets."""
+        """The priority granted to the request."""
         return self.principal.granted_priority(self.asked_priority if of_body is None else of_body)

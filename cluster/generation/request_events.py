@@ -1,6 +1,6 @@
-"""Typed events of one HTTP request, and the Protocol of those who watch it.
+"""Typed events of one HTTP request, and the Protocol of its observers.
 
-A handful per request, none per token. Times are seconds of one monotonic clock.
+A request has a handful of events, none per token. Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RequestEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun(RequestEvent):
-    """The head of the HTTP request is here."""
+    """The head of the HTTP request has arrived."""
 
     request_id: str
     method: str
@@ -36,38 +36,38 @@ class Begun(RequestEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed(RequestEvent):
-    """The body is right in itself; whether its model exists is not known yet."""
+    """The body is valid; whether its model exists is not known yet."""
 
     user: str | None = None
-    """End user that the client names, if any."""
+    """End user named by the client, if any."""
     prompt: object = None
-    """None unless the configuration puts prompts into logs."""
+    """The prompt, only when the configuration puts prompts into logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFound(RequestEvent):
-    """The model is served here. Only such names become labels of metrics."""
+    """The model is served here. Only names of such models become labels of metrics."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared(RequestEvent):
-    """The request is tokenized, fits, and runs next."""
+    """The request is tokenized, fits the model, and runs next."""
 
     response_id: str
     num_prompt_tokens: int
     num_choices: int = 1
-    """For all prompts together."""
+    """Choices of all prompts together."""
     target: LatencyTarget | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided(RequestEvent):
-    """The router's first decision on a prompt. Those that follow a loss come with Moved."""
+    """The router's first decision on a prompt. Decisions after a loss are preceded by Moved instead."""
 
     predicted_ttft_s: float | None
-    """From the decision to the first token."""
+    """Predicted time from the decision to the first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +81,12 @@ class Dispatched(RequestEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken(RequestEvent):
-    """The first token of the request, whatever the choice, is on its way to the client."""
+    """The first token of the request, of any choice, is on its way to the client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost(RequestEvent):
-    """Choice `index` lost a replica. After a lost prefill replica the decode replica may go on."""
+    """Choice `index` lost a replica. After a lost prefill replica the decode replica may continue."""
 
     index: int
     replica_id: str
@@ -94,7 +94,7 @@ class Lost(RequestEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputed(RequestEvent):
-    """The decode replica of choice `index` computes what it could not take over."""
+    """The decode replica of choice `index` recomputes KV that it could not pull."""
 
     index: int
     reason: RecomputeReason
@@ -102,7 +102,7 @@ class Recomputed(RequestEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(RequestEvent):
-    """Choice `index` needs another decision of the router."""
+    """Choice `index` needs another decision from the router."""
 
     index: int
 
@@ -117,7 +117,7 @@ class Resumed(RequestEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceFinished(RequestEvent):
-    """The client gets the end of choice `index`."""
+    """The end of choice `index` is on its way to the client."""
 
     index: int
     reason: FinishReason
@@ -125,28 +125,28 @@ class ChoiceFinished(RequestEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationEnded(RequestEvent):
-    """Nothing of the request runs any more, whatever the reason. `usage` counts what was on its way to the client."""
+    """No part of the request runs any more, for any reason. `usage` counts the tokens that were on their way to the client."""
 
     usage: Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStarted(RequestEvent):
-    """The head of the answer is out."""
+    """The head of the answer was sent."""
 
     status: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(RequestEvent):
-    """The client is told of an error."""
+    """The client gets an error."""
 
     code: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandoned(RequestEvent):
-    """The client left before its answer was whole."""
+    """The client left before its answer was complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Ended(RequestEvent):
 
 
 class RequestObserver(Protocol):
-    """Sees one HTTP request from its begin to its end. Called in the event loop: it returns at once and raises nothing."""
+    """Observes one HTTP request from its begin to its end. Called in the event loop: methods must not block and must not raise."""
 
     def begin(self, event: Begun) -> None: ...
 

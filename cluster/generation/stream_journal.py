@@ -1,4 +1,4 @@
-"""The emitted tokens of one choice, so that another replica can continue from there."""
+"""The emitted tokens of one choice, from which another replica can continue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replicas.request import GenerationRequest, RequestProgress
 class StreamJournal:
     """Owns the emitted token ids of one choice and its attempt number.
 
-    Each emitted token is in the journal exactly once, in order; messages of an older attempt never enter.
+    Each emitted token is in the journal exactly once, in order; messages of an older attempt are never recorded.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -31,17 +31,17 @@ class StreamJournal:
         return len(self._token_ids)
 
     def current_request(self) -> GenerationRequest:
-        """The request as a replica must get it now: the emitted tokens filled in, the attempt raised."""
+        """The request to send to a replica now, with the emitted tokens and the current attempt."""
         return replace(self._request, output_ids=tuple(self._token_ids), attempt=self._attempt)
 
     def try_record(self, progress: RequestProgress) -> bool:
-        """Takes a message of the current attempt; False for one of an older attempt, which must be dropped."""
+        """Records a message of the current attempt; False for a message of an older attempt, which must be dropped."""
         if progress.attempt != self._attempt:
             return False
         self._token_ids.extend(progress.token_ids)
         return True
 
     def begin_attempt(self) -> GenerationRequest:
-        """Raises the attempt after a death and gives the request to resend."""
+        """Raises the attempt after a loss and returns the request to resend."""
         self._attempt += 1
         return self.current_request()

@@ -1,4 +1,4 @@
-"""Tokens that a request cost."""
+"""Token counts of one HTTP request."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens in and out. A prompt counts once, whatever the number of its choices."""
+    """Tokens in and out. A prompt counts once, whatever its number of choices."""
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    """Tokens of the prompts that some choice found cached."""
+    """Prompt tokens that some choice found cached."""

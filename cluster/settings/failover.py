@@ -1,4 +1,4 @@
-"""How hard a request is kept alive when replicas and routers die."""
+"""How long a request is kept alive when replicas or the router die."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverPolicy:
-    """How hard a request is kept alive."""
+    """Limits on the losses and waits of one request."""
 
     max_deaths: int = 3
-    """A choice present at this many deaths of replicas is refused. Before the last of them it runs alone on a replica, so
-    that it is refused only when it is the reason."""
+    """A choice that was present at this many deaths of replicas fails. Before the last attempt it gets a replica of its own, so
+    that it fails only when it is the cause."""
     router_timeout_s: float = 10.0
-    """How long a request waits for a dead router to come back."""
+    """How long a request waits for a dead router to restart."""
     replica_timeout_s: float = 120.0
-    """How long a begun choice whose replica died waits for another one to be up, e.g. for the only one to be restarted."""
+    """How long a started choice whose replica died waits for another replica, e.g. for the restart of the only one."""

@@ -11,20 +11,20 @@ from cluster.settings.priorities import PriorityRules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """One gateway's settings; every gateway replica has the same."""
+    """Settings of the gateways; all gateway replicas have the same."""
 
     num_replicas: int = 1
     num_cpus: float = 0.1
-    """CPUs that Ray reserves for each; the gateway shares cores with whatever else runs."""
+    """CPUs that Ray reserves for each gateway. The default is small, because gateways share cores with other processes."""
     drain_s: float = 600.0
-    """How long a gateway that is stopped keeps its open connections: nobody can take them over. New ones go to its successor."""
+    """How long a stopping gateway keeps its open connections, which no other can take over. New ones go to its successor."""
     limits: RequestLimits = field(default_factory=RequestLimits)
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
     tenant_header: str = "X-Tenant"
-    """Header that names the tenant for fairness and logs; requests without it share the tenant "default"."""
+    """HTTP header with the tenant's name, for fairness and logs; requests without it share the tenant "default"."""
     priorities: PriorityRules = field(default_factory=PriorityRules)
     log_prompts: bool = False
-    """Puts prompts into the access log. Off: text of users does not belong in logs."""
+    """Whether the access log has prompts. Off by default, because users' text does not belong in logs."""
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:

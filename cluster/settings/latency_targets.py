@@ -1,4 +1,4 @@
-"""How fast the requests of a model should be answered."""
+"""Latency targets for the requests of a model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cluster.settings.priorities import MAX_PRIORITY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyTarget:
-    """One entry of `models[].targets`. It counts for requests of its priority, and for less urgent ones up to the next entry."""
+    """One entry of `models[].targets`. It applies to requests of its priority, and to less urgent ones up to the next entry."""
 
     priority: int = 0
     """Smaller is more urgent. Requests more urgent than the first entry have no target."""
     ttft_s: float | None = None
-    """From arrival to the first token: the router orders waiting requests and scores replicas by it. None: no matter when."""
+    """Time from arrival to the first token; the router orders waiting requests and scores replicas by it. None: no target."""
     tpot_s: float | None = None
-    """Mean time per token of one choice after its first one: goodput is counted by it. None: no matter when."""
+    """Mean time per token of a choice after its first one; goodput is counted against it. None: no target."""
 
     def __post_init__(self) -> None:
         if abs(self.priority) > MAX_PRIORITY:
@@ -31,17 +31,17 @@ class LatencyTarget:
                 raise ValueError(f"{name} must be above 0, got {value}")
 
     def lowered(self, ttft_s: float | None, tpot_s: float | None) -> LatencyTarget:
-        """Takes the client's wish where it is stricter. A target that this entry leaves open stays open."""
+        """The target with the client's values where they are stricter. A value that is None here stays None."""
         return replace(self, ttft_s=_stricter(self.ttft_s, ttft_s), tpot_s=_stricter(self.tpot_s, tpot_s))
 
 
 def target_for(targets: Sequence[LatencyTarget], priority: int) -> LatencyTarget | None:
-    """The entry that counts for `priority`; `targets` are in ascending order of theirs."""
+    """The entry that applies to `priority`, or None; `targets` are in ascending order of priority."""
     return next((target for target in reversed(targets) if target.priority <= priority), None)
 
 
 def check_targets(targets: Sequence[LatencyTarget]) -> None:
-    """Raises ValueError unless the priorities ascend."""
+    """Raises ValueError unless the priorities are strictly ascending."""
     priorities = [target.priority for target in targets]
     if any(later <= earlier for earlier, later in itertools.pairwise(priorities)):
         raise ValueError(f"targets must be in ascending order of different priorities, got {', '.join(map(str, priorities))}")

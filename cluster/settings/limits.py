@@ -1,4 +1,4 @@
-"""How much one request may ask for."""
+"""Limits on the size of one request."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class RequestLimits:
     """Bounds that the gateway checks before any work is done for a request."""
 
     max_body_bytes: int = 4 * 2**20
-    """Longer bodies get 413 and are not read to the end."""
+    """Longer bodies are answered with 413 and not read to the end."""
     max_n: int = 16
     """Choices per prompt."""
     max_prompts: int = 64
-    """Prompts in one text completion."""
+    """Prompts per text completion."""
     max_messages: int = 4_096
-    """Messages in one chat."""
+    """Messages per chat."""
     max_stop_strings: int = 16
     max_stop_chars: int = 1_024
     max_stop_token_ids: int = 64

@@ -1,4 +1,4 @@
-"""The pools of one model: which replicas there are of each role, and with what settings."""
+"""The pools of one model: the number of replicas of each role, and their settings."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from replicas.engine_config import EngineConfig, Role
 Mode = Literal["unified", "disaggregated"]
 PlacementStrategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 SomeEngineKeys = Annotated[Mapping[str, Any], EngineConfig]
-"""Some of the engine's settings, by their names."""
+"""A part of the engine's settings: name -> value."""
 SAME_IN_BOTH_POOLS = (
     "model", "dtype", "max_model_len", "block_size", "quantization", "trust_remote_code", "weights_version", "kv_transfer",
 )  # fmt: skip
-"""Settings of the engine that decide what a request means, or whether KV can be handed over."""
+"""Engine settings that determine a request's result, or whether KV can be handed over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """One pool of a disaggregated model. Keys that are left out are as in the model."""
+    """One pool of a disaggregated model. Missing keys have the model's values."""
 
     num_replicas: int = 1
     num_cpus: float | None = None
     num_gpus: float | None = None
     placement_strategy: PlacementStrategy | None = None
     engine: SomeEngineKeys = field(default_factory=dict)
-    """Settings of the engine in which this pool differs, e.g. tensor_parallel_size, max_num_seqs, kv_cache_bytes."""
+    """Engine settings in which this pool differs from the model, e.g. tensor_parallel_size, max_num_seqs, kv_cache_bytes."""
 
     def __post_init__(self) -> None:
         if "role" in self.engine:
@@ -39,7 +39,7 @@ class PoolConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedPool:
-    """The replicas of one role of one model, with nothing left open."""
+    """The replicas of one role of one model, with every setting resolved."""
 
     role: Role
     num_replicas: int
@@ -62,7 +62,7 @@ class ResolvedPool:
 def resolved_pool(
     role: Role, config: PoolConfig, *, num_cpus: float, num_gpus: float, placement_strategy: PlacementStrategy, engine: EngineConfig
 ) -> ResolvedPool:
-    """A model's settings with the differences of one pool. Raises ValueError naming the pool and its key."""
+    """A model's settings with the changes of one pool. Raises ValueError with the pool's role and the key."""
     try:
         return ResolvedPool(
             role=role,
@@ -77,7 +77,7 @@ def resolved_pool(
 
 
 def _merged(key: str, value: Any, change: Any) -> Any:
-    """A section is changed key by key, anything else as a whole. Raises ValueError whose message starts with the key."""
+    """Applies a change: to a section key by key, to any other value as a whole. Raises ValueError that starts with the key."""
     if not (is_dataclass(value) and not isinstance(value, type) and isinstance(change, Mapping)):
         return change
     try:

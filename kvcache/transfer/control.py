@@ -1,4 +1,4 @@
-"""The control channel of a pair: JSON messages over a stream socket, each wait with a deadline of its own."""
+"""The control channel between a receiver and a source: JSON messages over a stream socket, each wait with a deadline of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LENGTH = struct.Struct("!I")
 
 
 class ControlChannel:
-    """Owns one connected socket. Not for two threads at once, but `close` may come from any and ends a wait."""
+    """Owns one connected socket. Only one thread may use it at a time, but any thread may call `close`, which ends a wait."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -25,7 +25,7 @@ class ControlChannel:
 
     @classmethod
     def connect(cls, host: str, port: int, deadline_s: float) -> Self:
-        """Raises LinkLost when nobody answers in time."""
+        """Raises LinkLost when no server answers in time."""
         try:
             return cls(socket.create_connection((host, port), timeout=deadline_s))
         except OSError as error:
@@ -40,7 +40,7 @@ class ControlChannel:
             raise LinkLost(f"the control channel broke: {error!r}") from error
 
     def receive(self, deadline_s: float) -> dict[str, Any]:
-        """The next message, within `deadline_s` altogether. Raises LinkLost, also for what is no message."""
+        """The next message, within `deadline_s` in total. Raises LinkLost, also for an invalid message."""
         until_s = time.monotonic() + deadline_s
         (size,) = _LENGTH.unpack(self._receive_bytes(_LENGTH.size, until_s))
         if size > MAX_MESSAGE_BYTES:

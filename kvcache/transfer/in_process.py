@@ -14,7 +14,7 @@ SCHEME = "in-process://"
 
 
 class InProcessConnector:
-    """Owns the names of the sources in this process."""
+    """Owns the addresses of the sources in this process."""
 
     def __init__(self) -> None:
         self._sources: dict[str, KVSource] = {}  # address -> source
@@ -26,7 +26,7 @@ class InProcessConnector:
         return address
 
     def stop(self, address: str) -> None:
-        """From now on the source is as good as dead to its receivers."""
+        """Makes the source unreachable: its receivers get LinkLost from now on."""
         self._sources.pop(address, None)
 
     def connect(self, address: str) -> InProcessSession:
@@ -39,7 +39,7 @@ class InProcessConnector:
 
 
 class InProcessSession:
-    """One receiver's talk with one source of the same process."""
+    """One receiver's session with one source of the same process."""
 
     def __init__(self, connector: InProcessConnector, address: str) -> None:
         self._connector, self._address = connector, address

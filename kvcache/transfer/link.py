@@ -1,4 +1,4 @@
-"""What moves bytes between two replicas, and what a receiver needs of a source. Transports differ behind these."""
+"""Interfaces that every transport implements: links that move bytes between two replicas, and sessions with a source."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvcache.wire import WireFormat
 
 
 class LinkLost(RuntimeError):
-    """The other side is gone, silent past a deadline, or talks nonsense. Not raised when it says no: that is HandoffFailed."""
+    """The peer is gone, silent past a deadline, or sends invalid messages. Not raised when it refuses: that is HandoffFailed."""
 
 
 class DataLink(Protocol):
     """Bytes from one source to one receiver, message after message. Every wait has a deadline; LinkLost ends the link."""
 
     def announce(self, data: torch.Tensor) -> str:
-        """Source, before the receiver is told of a message: a ticket for it, empty where messages come in order."""
+        """Source, before it tells the receiver of a message: a ticket for the message; empty for links that deliver in order."""
         ...
 
     def send(self, data: torch.Tensor) -> None:
-        """Source, after the receiver was told. Returns when `data` may be reused."""
+        """Source, after it told the receiver. Returns when `data` may be reused."""
         ...
 
     def settle(self) -> None:
-        """Source, when the receiver speaks again: it has taken what was sent."""
+        """Source, when the next request of the receiver arrives, which means that it has received everything sent."""
         ...
 
     def receive(self, ticket: str, num_bytes: int) -> torch.Tensor:
@@ -39,12 +39,12 @@ class DataLink(Protocol):
 
 
 class Transport(Protocol):
-    """Makes links on demand, one for each pair. The invitation reaches the receiver over the control channel."""
+    """Makes links on demand, one per pair. The control channel carries the invitation to the receiver."""
 
     name: str
 
     def invite(self) -> dict[str, Any]:
-        """Source: what a receiver must know to join; JSON."""
+        """Source: the data that a receiver needs to join, as JSON values."""
         ...
 
     def accept(self, invitation: dict[str, Any]) -> DataLink:
@@ -52,49 +52,49 @@ class Transport(Protocol):
         ...
 
     def join(self, invitation: dict[str, Any]) -> DataLink:
-        """Receiver. Raises LinkLost."""
+        """Receiver: connects to the source. Raises LinkLost."""
         ...
 
 
 TransportMaker = Callable[[torch.device], Transport]
-"""For blocks on that device."""
+"""Makes a transport for blocks on a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVBatch:
-    """Blocks `first .. first + num_blocks - 1` of a handoff's table; none when nothing new became readable in time."""
+    """Blocks `first .. first + num_blocks - 1` of a handoff's table; `num_blocks` is 0 when nothing became readable in time."""
 
     first: int
     num_blocks: int
     data: torch.Tensor
-    """Flat, in the wire format that was asked for."""
+    """Flat; the requested layers and heads in the layout `layout_id`."""
     layout_id: str
     is_computed: bool
-    """The prefill had ended when this was read."""
+    """Whether the prefill had ended when this was read."""
     output_ids: tuple[int, ...]
-    """What the source generated, known when `is_computed`."""
+    """Tokens that the source generated; known when `is_computed`."""
     waited_s: float
-    """How long the source waited for something to read."""
+    """How long the source waited until there was something to read."""
 
 
 class SourceSession(Protocol):
-    """A receiver's talk with one source about one handoff at a time. One thread; `close` from any.
+    """A receiver's session with one source, for one handoff at a time. One thread uses it; any thread may call `close`.
 
-    Raises HandoffFailed when the source says no, LinkLost when it cannot be heard.
+    Methods raise HandoffFailed when the source refuses, and LinkLost when it cannot be reached.
     """
 
     def read(self, handoff: KVHandoff, form: WireFormat, first: int, wait_s: float) -> KVBatch:
-        """The blocks from `first` on that are readable, after at most `wait_s`; the lease is renewed."""
+        """The readable blocks from `first` on, after waiting at most `wait_s` for one; renews the lease."""
         ...
 
     def renew(self, handoff: KVHandoff) -> None: ...
 
     def finish(self, handoff: KVHandoff) -> None:
-        """Everything was taken: the source may free."""
+        """Tells the source that everything was received, so that it may free the blocks."""
         ...
 
     def close(self, *, is_reusable: bool = False) -> None:
-        """Ends the talk; a wait in another thread fails. `is_reusable` when nothing is under way, so the link may be kept."""
+        """Ends the session; a wait in another thread fails. `is_reusable`: no message is under way, so the link may be kept."""
         ...
 
 

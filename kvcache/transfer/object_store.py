@@ -1,4 +1,4 @@
-"""Links over an object store that both sides share, for pairs that can make no process group. The store is injected."""
+"""Links over an object store that both sides share, for pairs that cannot make a process group. The store is injected."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class ObjectStore(Protocol):
-    """Takes bytes in one process and gives them in another."""
+    """Passes bytes from one process to another."""
 
     name: str
-    """The same in all processes that share it."""
+    """The same in all processes that share the store."""
     errors: tuple[type[Exception], ...]
-    """What `put` and `get` raise when the store, the object or who put it is gone, or nothing comes in time."""
+    """Errors of `put` and `get` when the store, the object or its owner is gone, or a deadline passes."""
 
     def put(self, data: Bytes) -> str:
-        """Copies `data`, which stays until it is freed or this process ends; returns the ticket to it."""
+        """Stores a copy of `data` until it is freed or this process ends; returns its ticket."""
         ...
 
     def get(self, ticket: str, deadline_s: float) -> Bytes:
-        """What was put, in whatever process; perhaps a view of the store itself, so copy it and let go."""
+        """The stored bytes, from any process. They may be a view of the store's memory: copy them and drop the view."""
         ...
 
     def free(self, ticket: str) -> None:
-        """In the process that put it. An unknown ticket is ignored."""
+        """Frees an object in the process that put it. An unknown ticket is ignored."""
         ...
 
 
 class ObjectStoreLink:
-    """Owns the messages that it put and that have not been taken. Every message is found by its ticket."""
+    """Owns the messages that it put and the receiver has not received yet. A ticket identifies each message."""
 
     def __init__(self, store: ObjectStore, device: torch.device, deadline_s: float) -> None:
         self._store, self._device, self._deadline_s = store, device, deadline_s
@@ -49,7 +49,7 @@ class ObjectStoreLink:
         return ticket
 
     def send(self, data: torch.Tensor) -> None:
-        """Nothing is left to do: the store has its own copy."""
+        """Does nothing: the store already has a copy."""
 
     def settle(self) -> None:
         tickets, self._tickets = self._tickets, []
@@ -57,7 +57,7 @@ class ObjectStoreLink:
             self._store.free(ticket)
 
     def receive(self, ticket: str, num_bytes: int) -> torch.Tensor:
-        errors: tuple[type[Exception], ...] = (*self._store.errors, ValueError)  # the last for what is no ticket
+        errors: tuple[type[Exception], ...] = (*self._store.errors, ValueError)  # ValueError: an invalid ticket
         try:
             data = self._store.get(ticket, self._deadline_s).copy()
         except errors as error:
@@ -67,17 +67,17 @@ class ObjectStoreLink:
         return torch.from_numpy(data).to(self._device)
 
     def close(self) -> None:
-        """Gives back what was not taken. A wait in another thread goes on to its deadline."""
+        """Frees messages that were not received. A wait in another thread continues to its deadline."""
         self.settle()
 
 
 class ObjectStoreTransport:
-    """Needs nothing but the store: a link costs no connection. Two copies more than a process group."""
+    """Links without connections of their own. Each message is copied twice more than over a process group."""
 
     name = "object-store"
 
     def __init__(self, store: ObjectStore, device: torch.device, deadline_s: float = 10.0) -> None:
-        """KV is and goes to `device`; a message that does not come within `deadline_s` is lost."""
+        """`device` holds the KV on this side; a message that takes longer than `deadline_s` is lost."""
         self._store, self._device, self._deadline_s = store, device, deadline_s
 
     def invite(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Links as torch.distributed process groups of two, made when a pair first talks and independent of every other group."""
+"""Links as torch.distributed process groups of two, made when a pair first connects and independent of every other group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE_RANK, TARGET_RANK = 0, 1
 
 
 class ProcessGroupLink:
-    """Owns one group. `send` and `receive` meet in order; a peer that dies is noticed by Gloo within milliseconds."""
+    """Owns one group. Messages arrive in order; Gloo notices a dead peer within milliseconds."""
 
     def __init__(self, group: Any, peer: int, device: torch.device) -> None:
         self._group, self._peer, self._device = group, peer, device
@@ -39,7 +39,7 @@ class ProcessGroupLink:
             raise LinkLost(f"the process group broke in a send: {error}") from error
 
     def settle(self) -> None:
-        """A send has ended when it was taken."""
+        """Does nothing: a send returns only after its message was received."""
 
     def receive(self, ticket: str, num_bytes: int) -> torch.Tensor:
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -51,7 +51,7 @@ class ProcessGroupLink:
         return data
 
     def close(self) -> None:
-        """Ends a wait of another thread too."""
+        """Also ends a wait in another thread."""
         try:
             self._group.abort()
         except RuntimeError as error:
@@ -63,7 +63,7 @@ class ProcessGroupLink:
 
 
 class ProcessGroupTransport:
-    """Owns the rendezvous store of the sources in this process. NCCL where the blocks are on a CUDA device, else Gloo."""
+    """Owns the rendezvous store of the sources in this process. Groups use NCCL for blocks on a CUDA device, else Gloo."""
 
     name = "process-group"
 
@@ -80,7 +80,7 @@ class ProcessGroupTransport:
     def invite(self) -> dict[str, Any]:
         with self._lock:
             if self._store is None:
-                # Left to itself the store would listen on every address of the machine.
+                # By default the store would listen on every address of the machine.
                 with socket.create_server((self._host, 0)) as listener:
                     port = listener.getsockname()[1]
                     self._store = _dist.TCPStore(
@@ -95,8 +95,8 @@ class ProcessGroupTransport:
         return self._link(invitation, TARGET_RANK)
 
     def _link(self, invitation: dict[str, Any], rank: int) -> ProcessGroupLink:
-        """Each link has a client of the store to itself: a client serves one wait at a time, so on a shared one a peer
-        that never comes would hold up every other."""
+        """Each link has its own client of the store: a client serves one wait at a time, so on a shared client a peer that
+        never joins would block all others."""
         name = invitation["link"]
         try:
             store = _dist.TCPStore(invitation["host"], invitation["port"], is_master=False, timeout=self._deadline)

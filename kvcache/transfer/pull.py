@@ -1,4 +1,4 @@
-"""The taking side of one handoff: a thread that keeps the lease alive, brings the blocks that are missing, and says done."""
+"""The receiving side of one handoff: a thread that renews the lease, pulls the missing blocks, and reports completion."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullOutcome:
-    """How a pull ended: with the source's first tokens, or with the reason why its KV must be computed here."""
+    """How a pull ended: with the tokens that the source generated, or with the reason why KV must be recomputed here."""
 
     output_ids: tuple[int, ...] = ()
     error: str | None = None
     num_bytes: int = 0
     transfer_s: float = 0.0
-    """Time in which bytes moved."""
+    """Time spent moving bytes."""
     overlap_s: float = 0.0
-    """The part of it before the prefill ended."""
+    """The part of `transfer_s` before the prefill ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _Reservation:
 
 @dataclass(slots=True)
 class _Part:
-    """Heads of one share on their way here; None for all that each layer has."""
+    """Heads pulled from one share: (first, end) among the source rank's and this rank's heads; None for all heads of each layer."""
 
     session: SourceSession
     source: tuple[int, int] | None
@@ -49,11 +49,11 @@ class _Part:
 
 
 class HandoffPull:
-    """Owns the thread of one handoff on one rank. It always ends, with one outcome, because every wait in it has a deadline.
+    """Owns the thread of one handoff on one rank. The thread always ends, with one outcome, because every wait in it has a deadline.
 
-    Until `reserve` it only renews the lease. It writes a block only between `begin` and `end` of its own transfer in, so
-    nothing is written after that one closed. Rank 0's ends when those of all ranks have ended, keeps the lease alive until
-    then and is the one that says done.
+    Until `reserve` it only renews the lease. It writes a block only between `begin` and `end` of its own transfer in, so it writes
+    nothing after that transfer closed. Rank 0's pull renews the lease until the pulls of all ranks have ended, and then tells the
+    source that the handoff is complete.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class HandoffPull:
         is_lead: bool = True,
         num_others: int = 0,
     ) -> None:
-        """`heads` are the KV heads of this rank, first and end; None for a replica of one rank whose layers differ in them.
+        """`heads` are this rank's KV heads, (first, end); None for a replica of one rank whose layers differ in their number.
 
         `on_end` is called from the thread. `deadline_s` bounds the wait for a source that answers but computes nothing new.
-        `is_lead` on rank 0, which hears of `num_others` other ranks' pulls through `note_other`.
+        `is_lead` is True on rank 0, which learns of the `num_others` other ranks' pulls through `note_other`.
         """
         self._handoff, self._heads = handoff, heads
         self._connector, self._transfers, self._kv = connector, transfers, kv
@@ -89,13 +89,13 @@ class HandoffPull:
         self._thread.start()
 
     def reserve(self, ref: TransferRef, block_ids: Sequence[int], first: int) -> None:
-        """`block_ids` receive the positions `first ..` of the handoff's table, under the transfer in `ref`."""
+        """Sets the target blocks: `block_ids` receive positions `first ..` of the handoff's table, under the transfer in `ref`."""
         with self._changed:
             self._reservation = _Reservation(ref, tuple(block_ids), first)
             self._changed.notify_all()
 
     def note_other(self, outcome: PullOutcome) -> None:
-        """How another rank's pull of the same handoff has ended. From any thread."""
+        """Reports how another rank's pull of the same handoff ended. May be called from any thread."""
         if outcome.error is not None:
             self.cancel(f"on another rank: {outcome.error}")
             return
@@ -104,7 +104,7 @@ class HandoffPull:
             self._changed.notify_all()
 
     def cancel(self, reason: str) -> None:
-        """Cuts the links; the thread ends soon, and the source's lease is left to expire. From any thread."""
+        """Cuts the links; the thread then ends, and the source's lease expires. May be called from any thread."""
         with self._changed:
             self._cancelled = self._cancelled or reason
             self._changed.notify_all()
@@ -118,7 +118,7 @@ class HandoffPull:
     def _run(self) -> None:
         try:
             output_ids = self._pull()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the KV is computed here; without an outcome nobody would
+        except Exception as error:  # noqa: BLE001 - after any error KV is recomputed here, which needs an outcome
             outcome = PullOutcome(error=self._cancelled or str(error) or repr(error))
         else:
             outcome = PullOutcome(
@@ -135,7 +135,7 @@ class HandoffPull:
         self._on_end(outcome)
 
     def _pull(self) -> tuple[int, ...]:
-        # The lease is that of the source's rank 0, whose share is the first.
+        # The lease belongs to the source's rank 0, which has the first share.
         lease = self._connect(self._handoff.shares[0].address) if self._is_lead else None
         parts = self._parts()
         reservation = self._wait_for_reservation()
@@ -166,7 +166,7 @@ class HandoffPull:
         return output_ids
 
     def _parts(self) -> list[_Part]:
-        """Raises ValueError when a head is nowhere."""
+        """The shares to pull from. Raises ValueError when no share has a head."""
         shares = self._handoff.shares
         if self._heads is None:
             if len(shares) != 1:
@@ -190,7 +190,7 @@ class HandoffPull:
         try:
             lease.finish(self._handoff)
         except (HandoffFailed, LinkLost) as error:
-            logger.info("lease %d was read whole, but its source was not told: %s", self._handoff.lease, error)
+            logger.info("lease %d was read completely, but its source could not be told: %s", self._handoff.lease, error)
 
     def _connect(self, address: str) -> SourceSession:
         if (known := self._sessions.get(address)) is not None:
@@ -228,7 +228,7 @@ class HandoffPull:
         form = WireFormat(layout=parse_layout(batch.layout_id), layers=self._handoff.layers, heads=part.target)
         with self._transfers.using(reservation.ref) as is_open:
             if not is_open:
-                raise HandoffFailed("the blocks that were to be written are no longer reserved")
+                raise HandoffFailed("the target blocks are no longer reserved")
             unpack(self._kv, block_ids, batch.data, form)
             if batch.data.is_cuda:
                 _synchronize(batch)
@@ -242,7 +242,7 @@ class HandoffPull:
 
 
 def _synchronize(batch: KVBatch) -> None:
-    """Until the device is done, the copy still writes the blocks."""
+    """Waits for the device, because the copy may still be writing the blocks."""
     import torch
 
     torch.cuda.synchronize(batch.data.device)

@@ -1,4 +1,4 @@
-"""The receiver's side of a transfer server: sessions over a control channel and a link, kept for the next handoff."""
+"""The client side of a transfer server: sessions over a control channel and a link, kept for the next handoff."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ MAX_IDLE_SESSIONS = 4
 
 
 class RemoteConnector:
-    """Owns the sessions that wait for their next handoff, and what is known of the way to each address."""
+    """Owns the idle sessions, and which transports worked for each address."""
 
     def __init__(
         self, transports: Sequence[Transport], kv: KVTensors, deadline_s: float = 10.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`transports` in the order of preference: the first that makes a link to an address is kept for it.
+        """`transports` in order of preference: the first that makes a link to an address is kept for it.
 
-        `deadline_s` bounds every wait for a peer, besides the wait for blocks that it was asked to make.
+        `deadline_s` bounds every wait for a peer, in addition to the time that a read asks it to wait for blocks.
         """
         self.kv, self.deadline_s = kv, deadline_s
         self._transports = tuple(transports)
         self._clock = clock
         self._idle: dict[str, list[RemoteSession]] = {}  # address -> sessions
-        self._works: dict[str, dict[str, bool]] = {}  # address -> name of a transport -> whether it brought something
+        self._works: dict[str, dict[str, bool]] = {}  # address -> name of a transport -> whether it worked
         self._lock = threading.Lock()
 
     def connect(self, address: str) -> RemoteSession:
@@ -70,7 +70,7 @@ class RemoteConnector:
         raise LinkLost(f"the transfer server at {address} makes no link: {'; '.join(reasons)}")
 
     def _by_preference(self, address: str) -> list[Transport]:
-        """What worked first, what did not last."""
+        """Transports that worked for this address first, those that failed last."""
         with self._lock:
             known = dict(self._works.get(address, {}))
         return sorted(self._transports, key=lambda one: {True: 0, None: 1, False: 2}[known.get(one.name)])
@@ -83,23 +83,23 @@ class RemoteConnector:
             return ControlChannel.connect(url.hostname, url.port, self.deadline_s)
         except LinkLost:
             with self._lock:
-                self._works.pop(address, None)  # a server that comes back does so at another port
+                self._works.pop(address, None)  # a restarted server has another port
             raise
 
     def note_success(self, address: str, transport: str) -> None:
-        """Bytes came over it."""
+        """Records that bytes arrived over this transport."""
         with self._lock:
             self._works.setdefault(address, {})[transport] = True
 
     def note_failure(self, address: str, transport: str) -> None:
-        """It made no link, or one that broke; one that worked before only loses its lead."""
+        """Records that this transport made no link, or one that broke. After an earlier success it only becomes unknown again."""
         with self._lock:
             known = self._works.setdefault(address, {})
             if known.pop(transport, None) is not True:
                 known[transport] = False
 
     def try_keep(self, session: RemoteSession) -> bool:
-        """Takes a session back for the next handoff; False when there are enough."""
+        """Keeps a session for the next handoff; False when enough are idle."""
         session.idle_since_s = self._clock()
         with self._lock:
             stale = self._take_stale()
@@ -112,7 +112,8 @@ class RemoteConnector:
         return is_kept
 
     def _take_stale(self) -> list[RemoteSession]:
-        """Sessions that the other side has given up by now. Replicas come back at other addresses, and nobody asks for the old."""
+        """Removes and returns sessions that the server has closed by now. Restarted replicas have new addresses, so no later `connect`
+        would clean up the old ones."""
         until_s = self._clock() - IDLE_S
         stale = [session for idle in self._idle.values() for session in idle if session.idle_since_s < until_s]
         for address in {session.address for session in stale}:
@@ -131,7 +132,7 @@ class RemoteConnector:
 
 
 def _join(channel: ControlChannel, transport: Transport, deadline_s: float) -> DataLink:
-    """Raises HandoffFailed when another transport may do better, LinkLost when the server cannot be heard."""
+    """Makes the link. Raises HandoffFailed when another transport may work, and LinkLost when the server cannot be reached."""
     invitation = _ask(channel, {"transport": transport.name}, deadline_s).get("invitation")
     if not isinstance(invitation, dict):
         raise LinkLost("its answer has no invitation")
@@ -142,7 +143,7 @@ def _join(channel: ControlChannel, transport: Transport, deadline_s: float) -> D
 
 
 def _ask(channel: ControlChannel, message: dict[str, Any], deadline_s: float, wait_s: float = 0.0) -> dict[str, Any]:
-    """The answer. Raises HandoffFailed when it is no, LinkLost when none comes."""
+    """Sends a message and returns the answer. Raises HandoffFailed for a refusal, and LinkLost when no answer arrives."""
     channel.send(message, deadline_s)
     reply = channel.receive(deadline_s + wait_s)
     if reply.get("ok") is not True:
@@ -154,7 +155,7 @@ class RemoteSession:
     """One control channel and one link to one transfer server."""
 
     def __init__(self, connector: RemoteConnector, address: str, channel: ControlChannel, transport: str, link: DataLink) -> None:
-        """`transport` is the name of what made the link."""
+        """`transport` is the name of the transport that made the link."""
         self.address = address
         self.idle_since_s = 0.0
         self._connector, self._channel, self._transport, self._link = connector, channel, transport, link
@@ -192,7 +193,7 @@ class RemoteSession:
         self._ask({"do": "finish", "lease": handoff.lease, "epoch": handoff.epoch})
 
     def is_broken(self) -> bool:
-        """Asks for a lease that never is; an answer means that the peer lives."""
+        """Asks to renew a lease that never exists; any answer means that the peer is alive."""
         try:
             self._ask({"do": "renew", "lease": -1, "epoch": 0})
         except HandoffFailed:

@@ -1,4 +1,4 @@
-"""The transfer server of a source: a thread for each receiver that talks to it, alive for as long as it has leases to serve."""
+"""The transfer server of a source, with one thread per connected receiver."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvcache.transfer.source import KVSource, parse_form
 logger = logging.getLogger(__name__)
 
 IDLE_S = 120.0
-"""A receiver that says nothing for so long is sent away; it comes back when it needs to."""
+"""A receiver that is silent for this long is disconnected; it reconnects when it needs to."""
 REPLY_DEADLINE_S = 5.0
 MAX_WAIT_S = 5.0
 
 
 class TransferServer:
-    """Owns the listening socket and its threads. Independent of the engine's loop, so a draining replica is still read.
+    """Owns the listening socket and its threads. Independent of the engine's loop, so a draining replica can still be read.
 
-    A connection that breaks leaves the lease alone: another receiver may still come for it until it expires.
+    A broken connection does not end the lease: until it expires a receiver may connect again.
     """
 
     def __init__(self, source: KVSource, transports: Mapping[str, Transport], host: str = "127.0.0.1") -> None:
-        """`transports` by name; the receiver picks one. Raises OSError when the host has no free port."""
+        """`transports`: name -> transport; the receiver picks one. Raises OSError when the host has no free port."""
         self._source = source
         self._transports = dict(transports)
         self._listener = socket.create_server((host, 0), backlog=64)
@@ -46,7 +46,7 @@ class TransferServer:
         with self._lock:
             self._is_closed = True
             channels = list(self._channels)
-        # A thread in accept() does not notice that its socket closed; a last connection wakes it.
+        # A thread in accept() does not notice that its socket was closed; a last connection wakes it.
         try:
             socket.create_connection(self._listener.getsockname()[:2], timeout=1.0).close()
         except OSError:
@@ -136,7 +136,7 @@ class TransferServer:
 
 
 def _invitation(channel: ControlChannel, transport: Transport) -> dict[str, Any]:
-    """Raises LinkLost, after the receiver was told to try another transport."""
+    """The transport's invitation. Raises LinkLost after telling the receiver that it should try another transport."""
     try:
         return transport.invite()
     except (OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The giving side of handoffs: offers, what of them is readable, and reading it. The transports call it from their threads."""
+"""The source side of handoffs: offers, their readable blocks, and reads. Transports call it from their threads."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class _Offer:
     block_ids: tuple[int, ...]
     num_tokens: int
     num_readable_tokens: int = 0
-    output_ids: tuple[int, ...] | None = None  # once the prefill has ended
+    output_ids: tuple[int, ...] | None = None  # None until the prefill has ended
 
 
 _NOT_YET = _Offer((), 0)
-"""What a reader finds who is earlier than the offer."""
+"""Stands for an offer that has not reached this rank yet."""
 
 
 @dataclass(slots=True)
 class SourceCounters:
     num_bytes: int = 0
     num_early_bytes: int = 0
-    """Read while the prefill was still going on."""
+    """Bytes read while the prefill was still running."""
     num_finished: int = 0
     num_withdrawn: int = 0
 
 
 class KVSource:
-    """Owns the offers of one rank. A reader sees a block only when the step that filled it has ended here.
+    """Owns the offers of one rank. A block is readable only after the step that filled it has ended on this rank.
 
-    Reading copies blocks into a message, so the memory is touched for as long as a copy takes, never for as long as a
-    peer takes to listen. `offer`, `note_computed` and `complete` belong to the thread that runs the steps.
+    A read copies blocks to a message, so a slow peer never keeps the blocks in use. Only the thread that runs the steps calls `offer`,
+    `note_computed` and `complete`.
     """
 
     def __init__(self, transfers: Transfers, kv: KVTensors) -> None:
@@ -54,13 +54,13 @@ class KVSource:
         self._changed = threading.Condition()
 
     def offer(self, ref: TransferRef, block_ids: Sequence[int], num_tokens: int) -> None:
-        """The blocks that will hold `num_tokens` tokens, leased under `ref`, which calls `wake` when it closes."""
+        """Offers the blocks that will hold `num_tokens` tokens, under the transfer `ref`, which must call `wake` when it closes."""
         with self._changed:
             self._offers[ref.number] = _Offer(tuple(block_ids), num_tokens)
             self._changed.notify_all()
 
     def note_computed(self, ref: TransferRef, num_tokens: int) -> None:
-        """KV of the first `num_tokens` tokens is in memory for good. Renews the lease: a slow prefill must not end it."""
+        """Makes the KV of the first `num_tokens` tokens readable. Renews the lease, so that it survives a slow prefill."""
         with self._changed:
             if (offer := self._offers.get(ref.number)) is not None:
                 offer.num_readable_tokens = min(num_tokens, offer.num_tokens)
@@ -68,28 +68,28 @@ class KVSource:
                 self._changed.notify_all()
 
     def complete(self, ref: TransferRef, output_ids: Sequence[int]) -> None:
-        """The prefill has ended with these tokens."""
+        """Reports that the prefill has ended and generated these tokens."""
         with self._changed:
             if (offer := self._offers.get(ref.number)) is not None:
                 offer.output_ids = tuple(output_ids)
                 self._changed.notify_all()
 
     def withdraw(self, ref: TransferRef) -> bool:
-        """Closes an offer, whoever reads it; readers get HandoffFailed."""
+        """Closes an offer even while it is read; readers get HandoffFailed. False when it was closed already."""
         is_withdrawn = self.transfers.close(ref)
         self.counters.num_withdrawn += is_withdrawn
         return is_withdrawn
 
     def forget(self, refs: Sequence[TransferRef]) -> None:
-        """Of transfers that have let go."""
+        """Drops the offers of transfers that released their blocks."""
         with self._changed:
             for ref in refs:
                 self._offers.pop(ref.number, None)
 
     def read(self, ref: TransferRef, form: WireFormat, first: int, wait_s: float) -> KVBatch:
-        """The readable blocks from position `first` on, after at most `wait_s`; renews the lease.
+        """The readable blocks from position `first` on, after waiting at most `wait_s` for one; renews the lease.
 
-        `form.layout` is the receiver's. Raises HandoffFailed.
+        `form.layout` is the receiver's. Raises HandoffFailed when the transfer is closed or `form` or `first` is out of range.
         """
         form = WireFormat(layout=wire_layout(self.kv.layout, form.layout.id), layers=form.layers, heads=form.heads)
         if problem := why_not_form(self.kv, form):
@@ -126,17 +126,17 @@ class KVSource:
         )
 
     def renew(self, ref: TransferRef) -> None:
-        """Raises HandoffFailed when it is closed."""
+        """Renews the lease. Raises HandoffFailed when the transfer is closed."""
         with self._changed:
             self._offer_of(ref)
 
     def finish(self, ref: TransferRef) -> None:
-        """The receiver has everything. A repeated or late message changes nothing."""
+        """Closes the transfer, because the receiver has everything. A repeated or late call changes nothing."""
         if self.transfers.close(ref):
             self.counters.num_finished += 1
 
     def _offer_of(self, ref: TransferRef) -> _Offer | None:
-        """Renews its lease. None when it is on its way to this rank; raises HandoffFailed when it is not to be had any more."""
+        """The offer, its lease renewed. None when it may still reach this rank; raises HandoffFailed when it is closed or unknown."""
         is_expected = self.transfers.is_expected(ref)
         if self.transfers.renew(ref) and (offer := self._offers.get(ref.number)) is not None:
             return offer
@@ -161,13 +161,13 @@ class KVSource:
         return offer.num_readable_tokens // self.kv.block_size
 
     def wake(self) -> None:
-        """Readers that wait look again whether their lease is open."""
+        """Makes waiting readers check again whether their transfer is open."""
         with self._changed:
             self._changed.notify_all()
 
 
 def parse_form(layers: Sequence[int], heads: Sequence[int] | None, layout_id: str) -> WireFormat:
-    """A wire format from a message. Raises ValueError for what is none."""
+    """A wire format from a message's fields. Raises ValueError for invalid ones."""
     if len(layers) != 2 or (heads is not None and len(heads) != 2):
         raise ValueError("layers and heads are pairs: first, end")
     return WireFormat(

@@ -1,4 +1,4 @@
-"""Weights as they are: what every checkpoint has that says nothing else."""
+"""Plain float weights: the format of every checkpoint without a quantization config."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from replicas.linear.method import Axis, LinearMethod, StoredTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense(LinearMethod):
-    """One float tensor `weight` [N, K]. torch's own modules run it; an embedding is one whose outputs are the rows of its table."""
+    """One float tensor `weight` [N, K], run by torch's own modules. An embedding is dense too: its outputs are the rows of its table."""
 
     is_transposed: bool = False
-    """[K, N], as Conv1D of gpt2 has it."""
+    """The tensor is [K, N], as in gpt2's Conv1D."""
 
     def tensors(self, num_outputs: int, num_inputs: int) -> tuple[StoredTensor, ...]:
         if self.is_transposed:

@@ -38,12 +38,11 @@ class ParameterSlice:
 
 
 class Indivisible(ValueError):
-    """The part ends within a unit of the linear's format. The message goes on after the linear's name."""
+    """The part ends within a unit of the linear's format. The message reads as the end of a sentence that names the linear."""
 
 
 def divide(module: Module, part: LinearPart) -> dict[str, ParameterSlice]:
-    """Key of the parameter -> slice, for those of which a rank does not hold the whole. `module` has its undivided sizes. Raises
-    Indivisible."""
+    """Parameter key -> slice, for each parameter that a rank holds only in part. `module` has its undivided sizes. Raises Indivisible."""
     num_outputs, num_inputs = features(module)
     total = num_outputs if part.side == "outputs" else num_inputs
     slices = {}
@@ -59,7 +58,7 @@ def divide(module: Module, part: LinearPart) -> dict[str, ParameterSlice]:
 
 
 def unit(modules: Iterable[Module], side: Side) -> int:
-    """The least number of outputs (inputs) in multiples of which all these modules can be divided."""
+    """The smallest number of outputs (inputs) such that multiples of it divide all these modules."""
     tensors = [tensor for module in modules for tensor in formatted(module)]
     return math.lcm(*(axis.unit for tensor in tensors if (axis := _axis(tensor, side)) is not None))
 

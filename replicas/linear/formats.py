@@ -1,4 +1,4 @@
-"""Which format the linears of a checkpoint have: decided here alone, from `quantization_config` in its config.json."""
+"""The format of a checkpoint's linears. Only this module decides it, from `quantization_config` in config.json."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from replicas.linear.method import LinearMethod
 from replicas.model_support import UnsupportedModel
 
 Format = Callable[[str, Callable[[str], bool]], LinearMethod | None]
-"""Given a linear module's name, and whether the checkpoint has a tensor of some name under it: how it is stored, or None for dense."""
+"""Maps a linear module's name, and a test whether the checkpoint has a tensor under that name, to its method; None for dense."""
 
 FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {}
-"""quant_method -> what reads the rest of `quantization_config`. No format of other quantizers is served yet."""
+"""quant_method -> reader of the rest of `quantization_config`. No format of other quantizers is served yet."""
 
 
 def stored_format(config: Any) -> Format | None:
-    """That of a model by its transformers configuration; None when its checkpoint is dense. Raises UnsupportedModel naming the
-    quant_method for a format that is not served."""
+    """The format of a model's linears by its transformers configuration; None when the checkpoint is dense. Raises UnsupportedModel
+    with the quant_method for a format that is not served."""
     found = _quantization_config(config)
     if found is None:
         return None

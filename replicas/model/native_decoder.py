@@ -1,4 +1,4 @@
-"""A llama-like decoder as one native call a step. Letters: T tokens, H hidden size, N logit rows, V vocabulary,
+"""A llama-like decoder that runs each step as one native call. Letters: T tokens, H hidden size, N logit rows, V vocabulary,
 D head dim, P positions."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAYOUT = KVLayout("hdt", "htd")
 
 
 class Segment(IntEnum):
-    """Parts of a step, numbered as `MantaSegment` in kernels.cpp."""
+    """Parts of a step, numbered like `MantaSegment` in kernels.cpp."""
 
     EMBED = 0
     ATTENTION = 1
@@ -41,7 +41,7 @@ class Segment(IntEnum):
 
 
 class NativeMismatch(ValueError):
-    """The native step does not give this model's logits, or cannot; the message says in what. Another runner serves it."""
+    """The native step cannot run this model or gives other logits; the message says why. Another runner serves the model."""
 
 
 class _Linear(ctypes.Structure):
@@ -92,7 +92,7 @@ class _Step(ctypes.Structure):
 
 
 def why_not_native(config: Any) -> str | None:
-    """Why the native step does not know a model, judged by its transformers configuration; None when it does."""
+    """Why the native step cannot run a model, by its transformers configuration; None when it can."""
     if config.model_type not in FAMILIES:
         return f"model type {config.model_type!r} is not one of {', '.join(sorted(FAMILIES))}"
     if config.hidden_act != "silu":
@@ -100,12 +100,12 @@ def why_not_native(config: Any) -> str | None:
     if getattr(config, "mlp_bias", False):
         return "its MLP has biases"
     if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        return "it rotates a part of each head"
+        return "it applies rope to only a part of each head"
     return None
 
 
 def as_struct(packed: PackedLinear, hold: Callable[[torch.Tensor], int], bias: int | None = None) -> _Linear:
-    """`hold` keeps a tensor alive and gives its address."""
+    """The C struct of a packed linear; `hold` keeps a tensor alive and returns its address."""
     return _Linear(
         panels=hold(packed.panels_PW),
         units=None if packed.units_N is None else hold(packed.units_N),
@@ -117,12 +117,12 @@ def as_struct(packed: PackedLinear, hold: Callable[[torch.Tensor], int], bias: i
 
 
 class NativeDecoder:
-    """Owns the packed weights and the scratch memory of one model, and runs its steps; behind the ModelRunner contract.
+    """Owns the packed weights of one model and runs its steps; a ModelRunner.
 
-    Weights and KV are float32 or bfloat16, activations and all sums float32, so bfloat16 needs no hardware for it; a variant of
-    the kernels that has the hardware rounds what these or quantized weights multiply (`InstructionSet`). With a
-    quantization the weights of all linears are integers instead. A row's logits are the same to the bit whatever else is in the
-    step. The plain twin is `model.runner.TransformersRunner`, over the weights that `LinearMethod.weight` gives.
+    Weights and KV are float32 or bfloat16; activations and all sums are float32, so bfloat16 needs no special hardware. Kernel variants
+    for CPUs that have it round activations before they multiply bfloat16 or quantized weights (`InstructionSet`). With a quantization
+    the weights of all linears are integers. A row's logits are identical to the bit whatever else is in the step. The plain reference
+    is `model.runner.TransformersRunner` over the weights of `LinearMethod.weight`.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class NativeDecoder:
         quantization: Quantization | None = None,
         cache: PackedCache | None = None,
     ) -> None:
-        """Takes the model's weights over: each is packed and its original freed, so memory is held once. `cache` keeps
-        quantized ones; without it they are quantized here and now."""
+        """Takes over the model's weights: each is packed and its original freed, so that memory is held once. `cache` keeps quantized
+        weights between starts; None quantizes every time."""
         config = model.config
         if reason := why_not_native(config) or _why_not_layers(calls):
             raise NativeMismatch(reason)
         check_structs(library, MantaLinear=_Linear, MantaLayer=_Layer, MantaDecoder=_Decoder, MantaStep=_Step)
         self._library = library
-        self._kv = kv  # the structs point into it, as into what follows
+        self._kv = kv  # kept alive because the structs point into it, as into `_keep` and `_memory`
         self._keep: list[torch.Tensor] = []
         self._memory = HugePageMemory()
         self._dtype, self._quantization, self._cache = model.dtype, quantization, cache
@@ -221,19 +221,19 @@ class NativeDecoder:
         return StepResult(logits_NV=buffers["logits"][:, : self._vocab_size], hidden_LKW=hidden_LKW)
 
     def _compute_angles(self, num_positions: int) -> None:
-        """Cosines and sines of at least so many positions P; a table, as they are the same in every step."""
+        """Extends the table of cosines and sines to at least `num_positions` positions P."""
         if num_positions > self._cos_PD.shape[0]:
             positions_1P = torch.arange(2 * num_positions)[None]
             cos_1PD, sin_1PD = self._rotary(_floats(0, 0), positions_1P)
             self._cos_PD, self._sin_PD = cos_1PD[0].contiguous(), sin_1PD[0].contiguous()
 
     def _run(self, step: _Step) -> None:
-        """The whole step as one call, during which no Python lock is held."""
+        """Runs the whole step as one call, during which the GIL is released."""
         self._library.manta_decoder_step(ctypes.byref(self._decoder), ctypes.byref(step))
 
     def _run_by_segments(self, step: _Step, between: Callable[[int], None] = lambda layer: None) -> None:
-        """The same bits, segment by segment; `between` is called before each layer, and before the logits with the number of layers,
-        while the residual stream is `hidden + delta`."""
+        """Runs the step segment by segment, with results identical to the bit. `between` is called with each layer's index before that
+        layer and with the number of layers before the logits; the residual stream is then `hidden + delta`."""
         self._segment(step, Segment.EMBED)
         self._complete_embedding(step)
         for layer in range(self._decoder.num_layers):
@@ -245,9 +245,9 @@ class NativeDecoder:
         self._segment(step, Segment.LOGITS)
 
     def _run_for_hidden(self, step: _Step, wanted: HiddenRows, hidden_TH: torch.Tensor, delta_TW: torch.Tensor) -> torch.Tensor:
-        """A step by segments, with the hidden states [L, K, H] that are wanted."""
+        """Runs the step by segments and returns the wanted hidden states [L, K, H]."""
         rows_K = torch.from_numpy(wanted.rows_K)
-        streams: dict[int, torch.Tensor] = {}  # layer -> what enters it
+        streams: dict[int, torch.Tensor] = {}  # layer -> its input [K, H]
 
         def between(layer: int) -> None:
             if layer in wanted.layers:
@@ -262,10 +262,10 @@ class NativeDecoder:
         return torch.stack([streams[layer] for layer in wanted.layers])
 
     def _complete_embedding(self, step: _Step) -> None:
-        """What is to do when a rank holds a part of the table: nothing here."""
+        """Hook after the embedding, for ranks that hold a part of the table; does nothing here."""
 
     def _complete_delta(self, step: _Step) -> None:
-        """Where ranks add up the deltas [T, H rounded up to 16] of a segment: nothing here."""
+        """Hook after each segment, where ranks sum the deltas [T, H rounded up to 16]; does nothing here."""
 
     def _segment(self, step: _Step, segment: Segment, layer: int = 0) -> None:
         self._library.manta_decoder_segment(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.c_int32(segment), ctypes.c_int64(layer))
@@ -284,7 +284,7 @@ class NativeDecoder:
         to.window = call.window or 0
 
     def _linear(self, name: str, *modules: Module) -> _Linear:
-        """The modules as one, the outputs of each after those of the one before; takes their weights over."""
+        """Packs the modules as one linear, their outputs in order, and takes over their weights."""
         stored, *others = {method_of(module) for module in modules}
         if others:
             raise NativeMismatch(f"{name} joins linears of different formats")
@@ -308,9 +308,9 @@ class NativeDecoder:
 
 
 class SegmentedDecoder(NativeDecoder):
-    """The same step, always segment by segment: readable, and with the seams where ranks add up their deltas.
+    """The same step, always segment by segment, with a hook where ranks sum their deltas.
 
-    `all_reduce` gets the delta [T, H rounded up to 16] of each segment and adds those of the other ranks in place.
+    `all_reduce` gets the delta [T, H rounded up to 16] of each segment and adds the other ranks' deltas in place.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class SegmentedDecoder(NativeDecoder):
     ) -> None:
         super().__init__(library, model, calls, kv, **settings)
         self._all_reduce = all_reduce
-        self._delta_TW = torch.empty(0)  # of the step that runs
+        self._delta_TW = torch.empty(0)  # of the current step
 
     def _run(self, step: _Step) -> None:
         self._run_by_segments(step)
@@ -334,7 +334,7 @@ class SegmentedDecoder(NativeDecoder):
         self._add_up_embedding(_floats_at(step.hidden, step.num_tokens, self._decoder.hidden_size))
 
     def _add_up_embedding(self, hidden_TH: torch.Tensor) -> None:
-        """For ranks that hold a part of the table; here it is whole."""
+        """Hook for ranks that hold a part of the table; does nothing here."""
 
     def _complete_delta(self, step: _Step) -> None:
         self._all_reduce(self._delta_TW)
@@ -350,7 +350,7 @@ def _why_not_layers(calls: Mapping[int, LayerCall]) -> str | None:
 
 
 def _floats(num_rows: int, width: int) -> torch.Tensor:
-    """Uninitialized float32, whatever torch's default dtype is: the kernels write floats."""
+    """Uninitialized float32 memory, whatever torch's default dtype is: the kernels write floats."""
     return torch.empty(num_rows, width, dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The native step of one rank: each segment is compiled code, and between segments the ranks add up."""
+"""The native step of one rank: each segment is compiled code, and the ranks sum their deltas between segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from replicas.sharding.sharded_model import localize
 
 
 class ShardedDecoder(SegmentedDecoder):
-    """A decoder over this rank's heads, columns and tokens. Its logits are whole on rank 0 and a part elsewhere."""
+    """A decoder over this rank's heads, columns and tokens. Logits are complete on rank 0 and partial elsewhere."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class ShardedDecoder(SegmentedDecoder):
     ) -> None:
         super().__init__(library, model, calls, kv, all_reduce=group.all_reduce, **settings)
         self._group, self._tokens = group, tokens
-        self._is_here_T = torch.empty(0, dtype=torch.bool)  # of the step that runs
+        self._is_here_T = torch.empty(0, dtype=torch.bool)  # of the current step
 
     def forward(self, step: StepTensors) -> StepResult:
         local_ids_T, self._is_here_T = localize(step.token_ids_T, self._tokens)

@@ -1,4 +1,4 @@
-"""What one rank computes with: its part of the model, its KV memory, and the runner over both. Every rank makes its own."""
+"""A rank's part of the model, its KV memory, and the runner over both. Every rank makes its own."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from replicas.sharding.collectives import RankGroup
 logger = logging.getLogger(__name__)
 
 MAX_BUDGET_TOKENS = 8192
-"""Most tokens that a step is ever made for."""
+"""Upper bound on the tokens of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankModel:
-    """A loaded model with memory for its KV; KV heads and weights are those of this rank alone."""
+    """A loaded model with memory for its KV; it holds only this rank's weights and KV heads."""
 
     loaded: LoadedModel
     calls: Mapping[int, LayerCall]  # layer index -> call
     backend: AttentionBackend | None
-    """None: the native runner has its own."""
+    """None with the native runner, which has its own attention."""
     size: KVSize
     """The same on every rank."""
     kv: KVTensors
     group: RankGroup
     capture: GraphCapture | None
-    """Records decode steps; they write to a block beyond `size` for rows of no request."""
+    """Records decode steps as graphs; padding rows write to one block beyond `size`. None without CUDA graphs."""
 
     @classmethod
     def allocate(cls, config: EngineConfig, loaded: LoadedModel, group: RankGroup) -> RankModel:
-        """All ranks call this at the same time. Raises ValueError with one line that names the fix."""
+        """Must be called on all ranks together: they agree on the number of blocks. Raises ValueError with a one-line fix."""
         calls = probe_layers(loaded.model)
         backend = None
         if loaded.native_library is None:
@@ -63,13 +63,14 @@ class RankModel:
 
     @property
     def kv_heads(self) -> range:
-        """Those of the model that are here; of layers that differ in them, as many as each has."""
+        """This rank's KV heads among the model's; where layers differ in their number, the heads that every layer has."""
         if self.loaded.part is not None:
             return self.loaded.part.kv_heads
         return range(min(group.num_kv_heads for group in self.kv.groups))
 
     def runner(self, config: EngineConfig) -> ModelRunner:
-        """May take the model's weights over; raises NativeMismatch when the native step does not know the model."""
+        """Makes the runner, which may take over (and free) the model's weights. Raises NativeMismatch when the native step cannot run the
+        model."""
         loaded = self.loaded
         if self.backend is not None:
             return self._graphed(TransformersRunner(loaded.model, self.backend, self.kv), config.max_num_seqs)
@@ -95,14 +96,14 @@ class RankModel:
 
 
 def choose_capture(config: EngineConfig, loaded: LoadedModel, backend: AttentionBackend | None) -> GraphCapture | None:
-    """What `cuda_graphs` asks for, or None with a warning where it cannot be had."""
+    """The capture for `cuda_graphs`; None when it is off, or, with a warning, where graphs are impossible."""
     if not config.cuda_graphs:
         return None
     reason = None
     if loaded.device.type != "cuda":
         reason = f"they are of CUDA, and the device is {loaded.device.type}"
     elif config.tensor_parallel_size > 1:
-        reason = "a step of several ranks is not recorded"
+        reason = "steps of several ranks cannot be recorded"
     elif backend is None or not backend.is_recordable:
         reason = f"attention {'native' if backend is None else backend.name} cannot be recorded"
     if reason is None:
@@ -134,7 +135,7 @@ def _size(config: EngineConfig, loaded: LoadedModel, calls: Mapping[int, LayerCa
 
 
 def _cuda_budget_bytes(config: EngineConfig, loaded: LoadedModel, *, num_graphed_rows: int) -> tuple[int, str]:
-    """What `gpu_memory_utilization` leaves after the weights and the activations of a full step, and of graphs in their own memory."""
+    """Bytes left by `gpu_memory_utilization` after weights, the activations of a full step, and the memory of graphs; and the reason."""
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes, "kv_cache_bytes"
     num_tokens = config.max_num_batched_tokens or MAX_BUDGET_TOKENS
@@ -149,7 +150,7 @@ def _cuda_budget_bytes(config: EngineConfig, loaded: LoadedModel, *, num_graphed
 
 
 def _cuda_activation_bytes(loaded: LoadedModel, num_tokens: int) -> int:
-    """Greatest use of memory while so many tokens are computed, beyond what is there before."""
+    """Peak memory while `num_tokens` tokens are computed, beyond the memory in use before."""
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
     probe_layers(loaded.model, num_tokens)

@@ -1,4 +1,4 @@
-"""transformers' own logits of a model that no rank holds: its layers are read one after the other, used and dropped."""
+"""transformers' own logits of a model too large for one rank: each layer is read when it runs and dropped afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from replicas.sharding.empty_model import build_empty, place_buffers, read_param
 
 
 def streamed_logits(choice: ModelChoice, token_ids_T: Tensor) -> Tensor:
-    """Logits [T, V] of one whole sequence by undivided modules of transformers. Holds at most one layer's weights at a time."""
+    """Logits [T, V] of one whole sequence by undivided transformers modules. Holds at most one layer's weights at a time."""
     model, checkpoint = build_empty(choice.hf_config, choice.source, choice.dtype, choice.trust_remote_code)
     place_buffers(model, checkpoint, choice.device)
     for unit in _units(model):
@@ -25,7 +25,7 @@ def streamed_logits(choice: ModelChoice, token_ids_T: Tensor) -> Tensor:
 
 
 def _units(model: PreTrainedModel) -> list[Module]:
-    """Modules that are read as a whole: the entries of lists (decoder layers), and whatever else has parameters of its own."""
+    """Modules that are read as a whole: the entries of module lists (decoder layers), and other modules with parameters of their own."""
     layers = [entry for module in model.modules() if isinstance(module, ModuleList) for entry in module]
     inside = {id(module) for layer in layers for module in layer.modules()}
     nested = {id(module) for layer in layers for module in layer.modules() if module is not layer}
@@ -54,7 +54,7 @@ def _stream(unit: Module, model: PreTrainedModel, checkpoint: Checkpoint, device
 
 
 def checkpoint_values(choice: ModelChoice, count: int) -> list[tuple[str, tuple[int, ...], Tensor]]:
-    """Name, shape and first `count` values of every parameter in the order of names, as if the whole model had been loaded."""
+    """Name, shape and first `count` values of every parameter, in order of names, equal to those of the whole model."""
     model, checkpoint = build_empty(choice.hf_config, choice.source, choice.dtype, choice.trust_remote_code)
     found = []
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):

@@ -23,26 +23,26 @@ from replicas.model_support import UnsupportedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step computed besides KV. The next step may write over the logits."""
+    """The results of a step, apart from KV. The next step may overwrite the logits."""
 
     logits_NV: Tensor
-    """float32, of `step.logit_rows`."""
+    """float32 logits of the rows in `step.logit_rows`."""
     hidden_LKW: Tensor | None = None
-    """float32, of the step's `hidden` layers and rows; None when it asks for none."""
+    """float32 hidden states of the layers and rows in the step's `hidden`; None when it asks for none."""
     is_graphed: bool = False
     """Whether a recorded CUDA graph was replayed."""
 
 
 class ModelRunner(Protocol):
-    """What the engine needs of a model. Faster runners for common families stand behind the same contract."""
+    """The engine's interface to a model. Faster runners for common families implement the same contract."""
 
     def forward(self, step: StepTensors) -> StepResult:
-        """Writes the step's KV and returns the rest. The step is on the host."""
+        """Writes the step's KV and returns its results. The step's tensors are on the host."""
         ...
 
 
 class _Recorder:
-    """Notes how each layer calls attention, and answers with plain attention over the given tokens alone."""
+    """Records how each layer calls attention, and answers with plain attention over the given tokens only."""
 
     def __init__(self) -> None:
         self.calls: dict[int, LayerCall] = {}  # layer index -> call
@@ -56,7 +56,7 @@ class _Recorder:
 
 
 class _PagedStep:
-    """One step over the KV tensors."""
+    """Answers the attention calls of one step from the KV tensors."""
 
     def __init__(self, backend: AttentionBackend, kv: KVTensors, step: StepTensors) -> None:
         self._backend, self._kv, self._step = backend, kv, step
@@ -66,7 +66,7 @@ class _PagedStep:
 
 
 class TransformersRunner:
-    """Any causal language model of transformers, its attention replaced by ours."""
+    """Runs any causal language model of transformers with its attention replaced by ours."""
 
     def __init__(self, model: PreTrainedModel, backend: AttentionBackend, kv: KVTensors) -> None:
         model.set_attn_implementation(ATTENTION_NAME)
@@ -88,9 +88,9 @@ class TransformersRunner:
 
 @torch.inference_mode()
 def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> Mapping[int, LayerCall]:
-    """How each layer calls attention, found by running a few tokens. Leaves the model on our attention.
+    """How each layer calls attention, found by running a few tokens. The model uses our attention afterwards.
 
-    Raises UnsupportedModel when some layer does not call it at all (a state-space or linear-attention layer).
+    Raises UnsupportedModel when some layer never calls it (a state-space or linear-attention layer).
     """
     model.set_attn_implementation(ATTENTION_NAME)
     recorder = _Recorder()
@@ -103,7 +103,7 @@ def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> Mapping[int, La
 
 
 def kv_groups(calls: Mapping[int, LayerCall]) -> tuple[KVGroupSpec, ...]:
-    """Layers with the same KV shape and window, grouped."""
+    """Groups of layers with the same KV shape and window."""
     layers: dict[tuple[int | None, int, int, int], list[int]] = {}
     for layer, call in sorted(calls.items()):
         layers.setdefault((call.window, call.num_kv_heads, call.k_dim, call.v_dim), []).append(layer)
@@ -117,7 +117,7 @@ def kv_groups(calls: Mapping[int, LayerCall]) -> tuple[KVGroupSpec, ...]:
 
 @torch.inference_mode()
 def transformers_logits(model: PreTrainedModel, token_ids_T: Tensor) -> Tensor:
-    """Logits [T, V] of one whole sequence by the model's own attention, the independent side of the self-check."""
+    """Logits [T, V] of one whole sequence by the model's own attention: the independent reference of the self-check."""
     model.set_attn_implementation("eager")
     positions_T = torch.arange(token_ids_T.shape[0], device=token_ids_T.device)
     try:

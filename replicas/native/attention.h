@@ -1,13 +1,12 @@
 // Attention over paged KV on a CPU: plain C++ that the compiler vectorises, called through a C interface.
 //
 // Layouts ("hdt-htd"): K is [block, kv_head, dim, token], V is [block, kv_head, token, dim]. Queries are [token, head, dim] with
-// free strides, outputs are packed. Values of slots that no token of the request was written to are never used, so stale content,
-// NaN included, cannot leak. What a row gets does not depend on the rows computed beside it: whole, chunked, batched or alone, it is
-// the same to the bit.
+// any strides, outputs are packed. Slots that the request has not written are never used, so stale content, NaN included, cannot leak.
+// The result of a row does not depend on the rows computed with it: whole, chunked, batched or alone, it is the same to the bit.
 // The softmax is computed online over chunks of tokens (Milakov & Gimelshein, arXiv 1805.02867; FlashAttention,
-// arXiv 2205.14135). A chunk's keys and values are first laid out in words that the rows of a tile share: one float each, or, where the
-// CPU multiplies pairs of bfloat16, two neighbouring dims of a key or two neighbouring tokens of a value, and then queries and
-// weights are rounded to bfloat16 too. The plain reference beside it is replicas/attention/reference.py.
+// arXiv 2205.14135). A chunk's keys and values are first converted to words that the rows of a tile share. A word is one float; where
+// the CPU multiplies pairs of bfloat16, a word is two neighbouring dims of a key or two neighbouring tokens of a value, and queries
+// and weights are rounded to bfloat16 too. The plain reference is replicas/attention/reference.py.
 
 #pragma once
 
@@ -21,7 +20,7 @@ namespace manta {
 
 constexpr int CHUNK = 128;       // tokens between two updates of the running softmax
 constexpr int SPAN = 2 * WIDTH;  // tokens whose scores, or dims whose sums, are computed together
-constexpr int BLOCKS_AHEAD = 2;  // of keys, fetched before they are needed: blocks lie anywhere in memory
+constexpr int BLOCKS_AHEAD = 2;  // blocks of keys prefetched ahead of use: blocks lie anywhere in memory
 constexpr int QUERY_ROWS = 96;   // rows that share a chunk's words
 
 struct Shape {
@@ -33,7 +32,7 @@ struct Shape {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How a cache's numbers are multiplied: STEP of them in a word, times as many of type Number.
+// How numbers of type KV are multiplied: a word holds STEP of them, which multiply STEP numbers of type Number.
 template <typename KV>
 struct Product {
     static constexpr int STEP = 1;
@@ -56,7 +55,7 @@ struct Product<BFloat16> {
 };
 #endif
 
-// sum[r] += a[r][i] * b[i][0 .. SPAN) for `num` words i. Rows of a are so many numbers apart, rows of b so many words.
+// sum[r] += a[r][i] * b[i][0 .. SPAN) for `num` words i. Strides of a are in numbers, strides of b in words.
 template <int R, typename P>
 inline __attribute__((always_inline)) void add_words(const typename P::Number* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
                                                      int64_t num, Vector sum[R][2]) {
@@ -72,7 +71,7 @@ inline __attribute__((always_inline)) void add_words(const typename P::Number* a
     }
 }
 
-// Numbers in whole cache lines: a vector that lies across two takes twice as long to load.
+// An array aligned to cache lines: a vector that crosses two lines takes twice as long to load.
 template <typename T>
 class Lines {
     struct alignas(64) Line {
@@ -87,7 +86,7 @@ class Lines {
     const T& operator[](int64_t i) const { return lines.data()->numbers[i]; }
 };
 
-// The keys of a kv head that one request's block table names, counted from block 0.
+// The keys of one kv head, from block 0 on, and the block table of one request.
 template <typename KV>
 struct PagedKeys {
     const KV* keys;
@@ -107,11 +106,11 @@ struct Tile {
     int64_t num_rows = 0, first_position = 0;
     Lines<Number> q;             // [row, k_words * STEP]
     Lines<float> acc;            // [row, v_width]
-    Lines<float> row_max;        // [row], and room for a whole vector
-    Lines<float> row_sum;        // [row, WIDTH], to be added up
+    Lines<float> row_max;        // [row], padded by a whole vector
+    Lines<float> row_sum;        // [row, WIDTH], summed at the end
     Lines<uint32_t> keys;        // [CHUNK / SPAN, k_words, SPAN]
     Lines<uint32_t> values;      // [CHUNK / STEP, v_width]
-    std::vector<KV> nothing;     // the value of a token that is not there
+    std::vector<KV> nothing;     // the value of a token outside the chunk
     alignas(64) float scores[MAX_ROWS][CHUNK];
     alignas(64) Number weights[MAX_ROWS][CHUNK];
 
@@ -142,8 +141,8 @@ struct Tile {
         std::fill_n(row_sum.begin(), num_rows * WIDTH, 0.0f);
     }
 
-    // `k` and `v` are the kv head's part of block 0; its part of the next block lies `k_stride` and `v_stride` further on. The first
-    // keys of `next`, which this thread probably attends to afterwards, are fetched at the end.
+    // `k` and `v` are the kv head's part of block 0; its part of the next block lies `k_stride` and `v_stride` later. The first keys of
+    // `next`, which this thread probably processes afterwards, are prefetched at the end.
     void attend(const KV* k, int64_t k_stride, const KV* v, int64_t v_stride, const int32_t* table, int64_t position,
                 const PagedKeys<KV>& next) {
         first_position = position;
@@ -180,7 +179,7 @@ struct Tile {
         for (int64_t i = 0; i < num; i += 64 / static_cast<int64_t>(sizeof(KV))) __builtin_prefetch(from + i, 0, 2);
     }
 
-    // Words of `count` tokens of one block for each of their dims.
+    // Converts the keys of `count` tokens of one block to words.
     void lay_keys(const KV* from, int64_t count, uint32_t* to) const {
         for (int64_t i = 0; i < k_words; ++i, to += SPAN) {
             const KV* first = from + i * STEP * s.block_size;
@@ -197,7 +196,7 @@ struct Tile {
         for (int64_t d = 0; d < s.v_dim; ++d) to[d] = P::word(first + d, second + d);
     }
 
-    // What rows r .. r + R - 1 see of a chunk.
+    // Attends with rows r .. r + R - 1 over a chunk.
     template <int R>
     void attend_rows(int64_t r, int64_t base) {
         const int64_t low = seen(r, base).first, high = seen(r + R - 1, base).second;
@@ -223,15 +222,15 @@ struct Tile {
         }
     }
 
-    // The tokens that a row sees of a chunk, the first and the one after the last, counted from its base.
+    // The tokens of a chunk that a row sees: the first and the one after the last, relative to the chunk's base.
     std::pair<int64_t, int64_t> seen(int64_t row, int64_t base) const {
         const int64_t position = first_position + row / group;
         const int64_t high = std::clamp<int64_t>(position + 1 - base, 0, CHUNK);
         return {s.window > 0 ? std::clamp<int64_t>(position - s.window + 1 - base, 0, high) : 0, high};
     }
 
-    // Softcap, mask and softmax update of `num` rows: their scores of tokens `first` .. `end` - 1, whole spans, become weights.
-    // One copy for all numbers of rows, so that none is compiled to round otherwise than another.
+    // Softcap, mask and softmax update of `num` rows: turns their scores of tokens `first` .. `end` - 1, whole spans, into weights.
+    // One copy of the code for all numbers of rows, so that the compiler cannot make them round differently.
     __attribute__((noinline)) void weigh(int64_t r, int64_t num, int64_t base, int64_t first, int64_t end) {
         alignas(64) float highest[MAX_ROWS + WIDTH], shrink[MAX_ROWS + WIDTH];
         for (int64_t i = 0; i < num; ++i) {
@@ -289,7 +288,7 @@ void attend(const Q* query, const KV* k_cache, const KV* v_cache, Q* out, const 
         Tile<Q, KV> tile(s, tile_tokens * (s.num_heads / s.num_kv_heads));
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_work; ++i) {
-            const Work& w = work[num_work - 1 - i];  // of a prompt, the tiles that see most come first and the short ones fill up
+            const Work& w = work[num_work - 1 - i];  // last first: a prompt's late tiles take longest, its short ones balance the threads
             const Work& next = work[std::max<int64_t>(num_work - 1 - i - num_threads, 0)];
             const int64_t first_position = context_lens[w.request] - query_starts[w.request + 1] + w.first_token;
             tile.load_queries(query, w.first_token, w.num_tokens, w.kv_head);

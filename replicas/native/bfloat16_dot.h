@@ -1,8 +1,8 @@
 // sum + a1 * w1 + a0 * w0 over pairs of bfloat16, as the instruction VDPBF16PS computes it (Intel's manual, volume 2): two fused
-// multiply-adds in float, the upper pair first, each rounded to nearest even; denormals count as zeros on the way in and out,
-// whatever the thread's settings are.
+// multiply-adds in float, the upper pair first, each rounded to nearest even; denormal inputs and results count as zeros, whatever
+// the thread's settings are.
 //
-// Written out, it lets tests run the tiles on a CPU without the instruction. Signs of zeros and bits of NaNs are not copied.
+// The version in plain C++ lets tests run the tiles on a CPU without the instruction. It may differ in signs of zeros and bits of NaNs.
 #pragma once
 
 #include "vector.h"
@@ -17,7 +17,7 @@ inline float without_denormal(float x) { return std::abs(x) < std::numeric_limit
 
 inline float fused(float a, float b, float c) {
     a = without_denormal(a), b = without_denormal(b), c = without_denormal(c);
-    // What becomes a denormal is judged after rounding to 24 bits. The product is exact in double, and so is the sum near the bound.
+    // Whether a result is denormal is decided after rounding to 24 bits. In double the product is exact, and so is the sum near the bound.
     constexpr double LEAST = std::numeric_limits<float>::min() * (1 - 0x1p-25);
     if (std::abs(static_cast<double>(a) * b + c) < LEAST) return 0.0f;
     return std::fma(a, b, c);

@@ -1,8 +1,8 @@
-"""Compiles the CPU kernels once for this kind of machine and loads them.
+"""Compiles the CPU kernels once per kind of machine and loads them.
 
-The library is plain C++ with a C interface, so it needs a compiler but no torch headers, and takes seconds. It is cached by
-source, compiler and instruction set, so that machines that share a home do not share what one of them cannot run; it appears
-under its name only when whole, and two processes that build at once do not clash.
+The library is plain C++ with a C interface: it needs a compiler but no torch headers, and builds in seconds. The cache is keyed by
+source, compiler and instruction set, so that machines with a shared home folder never load a library that they cannot run. A library
+appears under its name only when complete, and two processes may build at once.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ FLAGS = (
 
 
 class NativeUnavailable(RuntimeError):
-    """This machine cannot build or load the kernels; the message says why. The torch path serves instead."""
+    """This machine cannot build or load the kernels; the message says why. torch code is used instead."""
 
 
 class _CompilerFailed(NativeUnavailable):
-    """The compiler ran and refused: it may be too old for the variant, and good for the next one."""
+    """The compiler ran and failed: it may be too old for this variant but able to build the next one."""
 
 
 def load_native_library(cache_dir: Path | None = None, variants: Sequence[InstructionSet] = ()) -> ctypes.CDLL:
-    """The kernels in the first of `variants` that the compiler can make, by default the best that this CPU runs; raises
-    NativeUnavailable.
+    """The kernels in the first of `variants` that the compiler can build; by default all that this CPU can run, best first.
 
-    Built when the cache (`~/.cache/manta/native`) lacks them.
+    Builds them when the cache (`~/.cache/manta/native`) lacks them. Raises NativeUnavailable.
     """
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -77,7 +76,7 @@ def _load(compiler: str, isa: InstructionSet, cache_dir: Path) -> ctypes.CDLL:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is what was built: loading a damaged library would end the process."""
+    """Whether the file is complete and unchanged: loading a damaged library would kill the process."""
     digest = path.with_suffix(".sha256")
     try:
         return digest.read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -107,7 +106,7 @@ def _build(compiler: str, isa: InstructionSet, path: Path) -> None:
 
 
 def _openmp_runtime() -> list[str]:
-    """torch's own OpenMP library, so that both share one pool of threads; a second pool would fight for the cores."""
+    """torch's own OpenMP library, so that torch and the kernels share one thread pool; two pools would compete for the cores."""
     bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
     return [str(bundled[0])] if bundled else []
 

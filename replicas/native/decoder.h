@@ -1,9 +1,9 @@
 // The step of a llama-like decoder: embedding, layers of attention and gated MLP, final norm, logits.
 //
 // Letters: T tokens of the packed step, N rows whose logits are wanted. Activations and all sums are float; embedding and KV are
-// float or bfloat16, each linear has an element type of its own. Each layer is two segments, and each segment leaves its contribution
-// in `delta`, which the next one adds to the residual stream first: between two segments is where ranks of a tensor-parallel group add
-// up their deltas.
+// float or bfloat16, and each linear has its own element type. Each layer is two segments. A segment leaves its contribution in
+// `delta`, and the next segment first adds it to the residual stream: between two segments the ranks of a tensor-parallel group sum
+// their deltas.
 #pragma once
 
 #include "attention.h"
@@ -14,8 +14,8 @@ extern "C" {
 enum MantaElement : int32_t { MANTA_FLOAT32, MANTA_BFLOAT16, MANTA_INT8, MANTA_INT4 };
 
 struct MantaLinear {
-    const uint32_t* panels;  // packed as packed_weight.h says
-    const float* units;      // of quantized weights, else null
+    const uint32_t* panels;  // layout: packed_weight.h
+    const float* units;      // null unless the weights are quantized
     const float* bias;       // or null
     int64_t num_outputs, num_k;
     int32_t element;
@@ -41,7 +41,7 @@ struct MantaDecoder {
 struct MantaStep {
     const int64_t *token_ids, *positions, *slots, *logit_rows;
     const int32_t *tables, *query_starts, *context_lens;
-    const float *cos, *sin;  // [positions so far, head_dim]
+    const float *cos, *sin;  // [positions, head_dim]
     float *hidden, *delta;   // [T, hidden_size], [T, hidden_size rounded up to 16]
     float *normed, *wide, *narrow;  // scratch: [T, hidden_size]; [T, widest projection]; [T, widest input of a projection]
     float* prepared;         // scratch: [T, widest prepared input of a projection]
@@ -52,7 +52,7 @@ struct MantaStep {
 
 namespace manta {
 
-// Calls `call` with the packed weight of a linear in its element type.
+// Calls `call` with the linear's packed weight, typed by its element.
 template <typename F>
 void with_weight(const MantaLinear& linear, F&& call) {
     const auto as = [&](auto element) {
@@ -68,8 +68,8 @@ void with_weight(const MantaLinear& linear, F&& call) {
 
 inline int64_t padded(int64_t num_outputs) { return divide_up(num_outputs, PANEL) * PANEL; }
 
-// The tokens of a step whose logits are wanted, each a request of its own. Once the last layer has written its keys and values, no other
-// token is of use: hidden states and queries of these move to the first rows.
+// The tokens of a step whose logits are wanted, each as a request of its own. Once the last layer has written its keys and values, the
+// other tokens are not needed: the hidden states and queries of the wanted ones move to the first rows.
 class WantedTokens {
     std::vector<int64_t> rows;
     std::vector<int32_t> tables, query_starts, context_lens;
@@ -77,7 +77,7 @@ class WantedTokens {
   public:
     MantaStep step;
 
-    // Many of one request are better off in its tiles.
+    // Many tokens of one request are faster in that request's tiles.
     static bool pays(const MantaStep& step) { return step.num_logit_rows * 8 <= step.num_tokens; }
 
     WantedTokens(const MantaStep& whole, int64_t hidden_size, int64_t width) : query_starts{0}, step(whole) {
@@ -100,7 +100,7 @@ class WantedTokens {
     WantedTokens(const WantedTokens&) = delete;
 };
 
-// T is the type of embedding and KV.
+// One step of the model; T is the type of embedding and KV.
 template <typename T>
 struct Decoder {
     const MantaDecoder& model;
@@ -130,7 +130,7 @@ struct Decoder {
         attend_tokens(index);
     }
 
-    // The queries, keys and values of a layer, the latter two into its cache.
+    // Computes the queries, keys and values of a layer and writes the latter two to its cache.
     void write_tokens(int64_t index) const {
         const MantaLayer& layer = model.layers[index];
         if (index > 0) add_delta();

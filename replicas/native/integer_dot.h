@@ -1,7 +1,7 @@
 // sums + u0 * s0 + u1 * s1 + u2 * s2 + u3 * s3 over words of four bytes, u unsigned and s signed, as the instruction VPDPBUSD computes
-// it (Intel's manual, volume 2). Integers: every sum is exact in any order.
+// it (Intel's manual, volume 2). Integer sums are exact in any order.
 //
-// Written out, it lets tests run the tiles on a CPU without the instruction.
+// The version in plain C++ lets tests run the tiles on a CPU without the instruction.
 #pragma once
 
 #include "vector.h"

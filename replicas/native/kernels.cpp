@@ -1,6 +1,6 @@
 // The C interface of the CPU kernels. Python mirrors each struct field by field (replicas/attention/native.py,
-// replicas/sampling/native_draw.py and replicas/model/native_decoder.py); all memory belongs to the caller, who also keeps the pointers
-// valid for the call.
+// replicas/sampling/native_draw.py and replicas/model/native_decoder.py). The caller owns all memory and keeps pointers valid during
+// the call.
 
 #include "attention.h"
 #include "decoder.h"
@@ -38,7 +38,7 @@ struct MantaAttentionArgs {
     int32_t num_threads, is_bfloat16;
 };
 
-// sizeof of a struct that Python mirrors; -1 when there is none of that name.
+// The size in bytes of a struct that Python mirrors; -1 for an unknown name.
 int64_t manta_struct_size(const char* name) {
     static const struct {
         const char* name;
@@ -67,7 +67,7 @@ void manta_paged_attention(const MantaAttentionArgs* a) {
     });
 }
 
-// out [num_rows, outputs rounded up to 16] = in [num_rows, k] times a packed weight, for tests of the multiplication alone.
+// out [num_rows, outputs rounded up to 16] = in [num_rows, k] times a packed weight. Only for tests of the multiplication.
 void manta_multiply(const float* in, int64_t num_rows, const MantaLinear* linear, float* out, int32_t num_threads) {
     manta::with_weight(*linear, [&](auto weight) {
         manta::Lines<float> prepared(num_rows * weight.prepared_floats());
@@ -76,7 +76,7 @@ void manta_multiply(const float* in, int64_t num_rows, const MantaLinear* linear
 }
 
 #ifdef MANTA_BF16_DOT
-// sums [num, LANES] += the dots of pairs of bfloat16 in a and b, for tests of that arithmetic alone.
+// sums [num, LANES] += dot products of pairs of bfloat16 in a and b. Only for tests of this arithmetic.
 void manta_add_dots(float* sums, const uint32_t* a, const uint32_t* b, int64_t num) {
     for (int64_t i = 0; i < num * manta::LANES; i += manta::LANES) {
         manta::Vector sum;
@@ -91,7 +91,7 @@ void manta_add_dots(float* sums, const uint32_t* a, const uint32_t* b, int64_t n
 #endif
 
 #ifdef MANTA_INTEGER_DOT
-// sums [num, WIDTH] += the dots of four unsigned bytes with four signed ones, for tests of that arithmetic alone.
+// sums [num, WIDTH] += dot products of four unsigned bytes with four signed ones. Only for tests of this arithmetic.
 void manta_add_byte_dots(int32_t* sums, const uint32_t* unsigned_bytes, const uint32_t* signed_bytes, int64_t num) {
     for (int64_t i = 0; i < num * manta::WIDTH; i += manta::WIDTH) {
         manta::Integers sum;
@@ -105,7 +105,7 @@ void manta_add_byte_dots(int32_t* sums, const uint32_t* unsigned_bytes, const ui
 }
 #endif
 
-// token_ids [num_rows]: what each of `rows` of the logits draws.
+// token_ids [num_rows] = the token drawn from each of `rows` of the logits.
 void manta_draw(const float* logits, int64_t row_stride, int64_t vocab_size, const int64_t* rows, int64_t num_rows,
                 const MantaDrawSettings* settings, int64_t* token_ids, int32_t num_threads) {
 #pragma omp parallel num_threads(num_threads)
@@ -116,7 +116,7 @@ void manta_draw(const float* logits, int64_t row_stride, int64_t vocab_size, con
     }
 }
 
-// token_ids [num_rows]: the largest logit of each of `rows`.
+// token_ids [num_rows] = the token with the largest logit in each of `rows`.
 void manta_argmax(const float* logits, int64_t row_stride, int64_t vocab_size, const int64_t* rows, int64_t num_rows, int64_t* token_ids,
                   int32_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic)
@@ -153,7 +153,7 @@ void manta_decoder_step(const MantaDecoder* model, const MantaStep* step) {
 
 enum MantaSegment : int32_t { MANTA_EMBED, MANTA_ATTENTION, MANTA_MLP, MANTA_LOGITS };
 
-// One segment of a step; the caller may change `step->delta` between two of them.
+// One segment of a step; the caller may change `step->delta` between two segments.
 void manta_decoder_segment(const MantaDecoder* model, const MantaStep* step, int32_t segment, int64_t layer) {
     with_type(model->is_bfloat16, [&](auto type) {
         const manta::Decoder<decltype(type)> decoder{*model, *step};

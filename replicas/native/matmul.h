@@ -1,4 +1,4 @@
-// C = A * B^T for few or many rows of A; B is packed once, and A prepared for it, as packed_weight.h says. Every output is one sum
+// C = A * B^T for few or many rows of A. B is packed once and A is prepared for each product (packed_weight.h). Every output is one sum
 // over k in a fixed order, whatever the number of rows, so a row's result is the same to the bit alone or in a batch.
 #pragma once
 
@@ -12,12 +12,12 @@
 
 namespace manta {
 
-constexpr int MAX_PANELS = 4;         // that are read side by side
-constexpr int TILES_TOGETHER = 12;    // that all go over some panels before others do
-constexpr int BLOCK_WORDS = 1 << 14;  // of a panel, that stay in the second-level cache with as many that are fetched ahead
+constexpr int MAX_PANELS = 4;         // panels read side by side
+constexpr int TILES_TOGETHER = 12;    // tiles that all use some panels before the next tiles do
+constexpr int BLOCK_WORDS = 1 << 14;  // words of a panel that stay in the second-level cache, with as many prefetched ones
 constexpr int TILE_ROWS = MAX_ROWS < 8 ? MAX_ROWS : 8;  // rows that share each load of weights
 
-// Panels that a tile of so many rows takes: enough sums in flight, as many as there are registers for.
+// Panels that a tile of `rows` rows reads side by side: as many as there are registers for their sums.
 constexpr int64_t panels_beside(int64_t rows) { return std::min<int64_t>(MAX_PANELS, NUM_SUMS / (rows * NUM_VECTORS)); }
 
 // Rows in tiles of nearly equal size.
@@ -29,8 +29,8 @@ struct Tiles {
     int64_t of(int64_t row) const { return ((row + 1) * num - 1) / num_rows; }
 };
 
-// Weights that a tile fetches for those after it: what lies `words` further on, of every `interval`-th line, as `interval` tiles go
-// over the same weights. Spread like this, fetching runs beside the multiplication; the hardware's own stops at the end of each 4 KiB.
+// Prefetching of weights by a tile for later ones. As `interval` tiles use the same weights, each fetches every `interval`-th line, at
+// the place `words` later. So fetching overlaps with the multiplication; hardware prefetch stops at the end of each 4 KiB page.
 struct Ahead {
     int64_t words, interval, wait;
 
@@ -39,22 +39,22 @@ struct Ahead {
         wait = interval - 1;
         return true;
     }
-    // To the second-level cache: the first has room for the block that is at hand only.
+    // To the second-level cache: the first-level cache only has room for the current block.
     void fetch(const uint32_t* from) const { __builtin_prefetch(from + words, 0, 2); }
 };
 
-// What 32 bits hold, in every lane.
+// The 32 bits at `from`, in every lane.
 inline Words broadcast(const float* from) {
     uint32_t word;
     std::memcpy(&word, from, sizeof word);
     return Words{} + word;
 }
 
-// sum[r][p] += R rows times P panels, over `num_k` k's from the start of a line. `panel_stride` words lie between panels of B.
+// sum[r][p] += R rows times P panels, over `num_k` k's from the start of a line. Panels of B are `panel_stride` words apart.
 template <int R, int P, typename E>
 inline __attribute__((always_inline)) void add_products(const float* a, const uint32_t* b, int64_t panel_stride, int64_t num_k,
                                                         Ahead& ahead, Vector sum[R][P * NUM_VECTORS]) {
-    constexpr int V = P * NUM_VECTORS, FLOATS = E::STEP / E::PER_FLOAT;  // of a row, that belong to a word
+    constexpr int V = P * NUM_VECTORS, FLOATS = E::STEP / E::PER_FLOAT;  // floats of a row that belong to a word
     for (int64_t left = num_k / E::PER_FLOAT; left > 0; left -= LINE, a += R * LINE) {
         for (int64_t i = 0; i < std::min<int64_t>(left, LINE); i += FLOATS, b += PANEL) {
             Words words[V];
@@ -92,7 +92,7 @@ inline __attribute__((always_inline)) void multiply_integers(const float* a, con
         for (int i = 0; i < NUM; ++i) {
             const uint32_t* from = b + i * PANEL;
             Words words[V];
-            if (i % 2 == 0 && ahead.is_due())  // each line in one of the passes
+            if (i % 2 == 0 && ahead.is_due())  // each line in one of the two passes
                 UNROLL for (int p = 0; p < P; ++p) ahead.fetch(b + (half * NUM + i) / 2 * PANEL + p * panel_stride);
             UNROLL for (int v = 0; v < V; ++v)
                 std::memcpy(&words[v], from + v / NUM_VECTORS * panel_stride + v % NUM_VECTORS * WIDTH, sizeof words[v]);
@@ -142,7 +142,7 @@ inline __attribute__((always_inline)) void multiply_group(const float* a, const 
     }
 }
 
-// From sums in units and steps to outputs: a tile's rows times some panels.
+// Scales the sums of a tile's rows and some panels by units and steps, which makes them outputs.
 template <typename E>
 void finish(const float* a, int64_t num_rows, const PackedWeight<E>& b, int64_t first_panel, int64_t end_panel, float* c) {
     const float* steps = a + b.step_line() * num_rows * LINE;
@@ -150,7 +150,7 @@ void finish(const float* a, int64_t num_rows, const PackedWeight<E>& b, int64_t 
         for (int64_t i = first_panel * PANEL; i < end_panel * PANEL; ++i) c[r * b.stride() + i] *= b.units[i] * steps[r * LINE];
 }
 
-// A tile's R rows times P panels from `panel` on, over the parts first .. end - 1 of these panels; those before are in c already.
+// A tile's R rows times P panels from `panel` on, over parts first .. end - 1 of these panels; c already has the sums of earlier parts.
 template <int R, int P, typename E>
 void multiply_tile(const float* a, const PackedWeight<E>& b, int64_t panel, int64_t first, int64_t end, Ahead ahead, float* c) {
     const uint32_t* from = b.panels + panel * b.panel_words() + first * PART_WORDS<E>;
@@ -172,7 +172,7 @@ void multiply_tile(const float* a, const PackedWeight<E>& b, int64_t panel, int6
         UNROLL for (int p = 0; p < P; ++p) store_lanes(&sum[r][p * NUM_VECTORS], to + r * b.stride() + p * PANEL);
 }
 
-// Some tiles times P panels from `panel` on, in blocks of k that stay in the cache while tiles go over them and fetch the next.
+// Some tiles times P panels from `panel` on, in blocks of k that stay in the cache while the tiles use them and prefetch the next block.
 template <int P, typename E>
 void multiply_panels(const float* a, const Tiles& tiles, int64_t first_tile, int64_t end_tile, const PackedWeight<E>& b, int64_t panel,
                      float* c) {
@@ -196,18 +196,18 @@ void multiply_panels(const float* a, const Tiles& tiles, int64_t first_tile, int
     }
 }
 
-// Work that a thread begins with, and others take from when theirs is done: one of two cores is often slower, as others use it too.
+// A thread's own share of the work, from which other threads take when theirs is done: a core is slower when other processes use it.
 struct alignas(64) Run {
     std::atomic<int64_t> num_taken{0};
 };
 
-// c [num_rows, b.stride()] = a [num_rows, b.num_k] * b. The padding outputs are written too. `prepared` is scratch for
+// c [num_rows, b.stride()] = a [num_rows, b.num_k] * b. Padding outputs are written too. `prepared` is scratch memory for
 // num_rows * b.prepared_floats() floats.
 template <typename E>
 void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float* c, float* prepared, int num_threads) {
     const Tiles tiles{num_rows};
     const int64_t num_together = panels_beside((num_rows + tiles.num - 1) / tiles.num);
-    // Blocks of tiles whose inputs and outputs stay in the second-level cache for all panels that are read together.
+    // Blocks of tiles whose inputs and outputs stay in the second-level cache while panels are read.
     const int64_t num_blocks = (tiles.num + TILES_TOGETHER - 1) / TILES_TOGETHER;
     const auto multiply_block = [&](int64_t block, int64_t panel, int64_t num_panels) {
         const int64_t first = block * tiles.num / num_blocks, end = (block + 1) * tiles.num / num_blocks;
@@ -227,7 +227,7 @@ void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float*
             const int64_t tile = tiles.of(r), first = tiles.first(tile);
             prepare(a + r * b.num_k, b, prepared + first * b.prepared_floats() + (r - first) * LINE, tiles.size(tile) * LINE);
         }
-        // Neighbouring panels for each thread, so that what it fetches ahead is mostly its own.
+        // Each thread gets neighbouring panels, so that it mostly prefetches its own.
         for (int64_t turn = 0; turn < num_threads; ++turn) {
             const int64_t run = (omp_get_thread_num() + turn) % num_threads;
             const int64_t first = run * b.num_panels() / num_threads, end = (run + 1) * b.num_panels() / num_threads;

@@ -1,4 +1,4 @@
-"""Memory in huge pages, for what every step streams through."""
+"""Memory in huge pages, for weights, which every step reads from end to end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64
-"""A cache line; whole vectors load from it."""
+"""A cache line, so that no vector load crosses two."""
 
 
 class HugePageMemory:
     """Owns private anonymous mappings and hands out pieces of them; a mapping lives as long as a tensor in it.
 
-    Hardware prefetch stops at the end of a page, and a page of 2 MiB takes one entry of the TLB instead of 512. Where the kernel
+    Hardware prefetch stops at the end of a page, and a page of 2 MiB takes one TLB entry instead of 512. Where the operating system
     gives no huge pages this is ordinary memory.
     """
 
@@ -24,7 +24,7 @@ class HugePageMemory:
         self._used_bytes = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values in this memory, contiguous."""
+        """A contiguous copy of the tensor in this memory."""
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes == 0:
             return tensor.contiguous()
@@ -36,8 +36,8 @@ class HugePageMemory:
 
 
 def _map(num_bytes: int) -> torch.Tensor:
-    """Untouched pages of it cost nothing."""
+    """A mapping; its pages take memory only once they are written."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel built without huge pages
+    with contextlib.suppress(OSError):  # an operating system built without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)

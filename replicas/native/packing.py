@@ -1,9 +1,9 @@
-"""Weights as the kernels read them, and back. Letters: N outputs, K inputs, W words, G groups of inputs.
+"""Packs weights into the layout that the kernels read, and unpacks them. Letters: N outputs, K inputs, W words, G groups of inputs.
 
-The layout is that of packed_weight.h: panels of 16 outputs, in each of them words of 32 bits with neighbouring inputs of one output;
-of eight int4 the first four are the lower halves of the bytes.
-Quantization is asymmetric in groups of 32 inputs, by rounding to nearest: no calibration data. Codes that are there already are packed
-as they are. `unpack` is the plain reference that tests compare with.
+packed_weight.h defines the layout: panels of 16 outputs, each a sequence of 32-bit words that hold neighbouring inputs of one output.
+In a word of eight int4 the first four are the lower halves of the bytes.
+Quantization is asymmetric in groups of 32 inputs, rounded to nearest without calibration data. Existing integer codes are packed
+unchanged. `unpack` is the plain reference that tests compare with.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.nn.functional import pad
 PANEL = 16
 """Outputs that the kernels compute together; packed weights and result rows are padded to a multiple of it."""
 GROUP = 32
-"""Inputs that share a scale; the size that GGUF files use, so weights that came from one lose next to nothing."""
+"""Inputs that share a scale. GGUF files use the same size, so weights converted from one lose almost nothing."""
 LAYOUT_VERSION = 4
-"""Raised when packed weights change, so that what was cached before is packed again."""
+"""Version of the packed layout; raising it makes cached weights be packed again."""
 _CHUNK_ELEMENTS = 1 << 24
-"""Weights quantized at a time: a bound on the memory for it."""
+"""Weights quantized at a time, to bound temporary memory."""
 
 
 class Element(IntEnum):
-    """Types of packed weights, numbered as `MantaElement` in decoder.h."""
+    """Types of packed weights, numbered like `MantaElement` in decoder.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -39,7 +39,7 @@ class Element(IntEnum):
 
     @property
     def k_multiple(self) -> int:
-        """Inputs are padded with zeros to a multiple of it."""
+        """Inputs are padded with zeros to a multiple of this."""
         return (1, 2, GROUP, GROUP)[self]
 
     @property
@@ -48,18 +48,18 @@ class Element(IntEnum):
 
 
 FLOAT_ELEMENTS = {torch.float32: Element.FLOAT32, torch.bfloat16: Element.BFLOAT16}
-"""Those of weights that keep their dtype."""
+"""Torch dtype -> element, for weights that are not quantized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
-    """One linear's weights [N, K] in panels."""
+    """The weights [N, K] of one linear, packed in panels."""
 
     element: Element
     panels_PW: Tensor
-    """int32, one row a panel."""
+    """int32, one row per panel."""
     units_N: Tensor | None
-    """float32, padded to whole panels, of quantized weights."""
+    """float32, padded to whole panels; None for weights that are not quantized."""
     num_outputs: int
     num_k: int
 
@@ -69,7 +69,7 @@ def padded(size: int, multiple: int = PANEL) -> int:
 
 
 def pack(weight_NK: Tensor, element: Element) -> PackedLinear:
-    """float32 and bfloat16 weights must have that dtype already; quantization takes any float dtype."""
+    """Packs weights. For the float elements `weight_NK` must already have that dtype; quantization takes any float dtype."""
     num_outputs, num_k = weight_NK.shape
     rows = max(1, _CHUNK_ELEMENTS // (num_k * PANEL)) * PANEL
     parts = [_pack_rows(weight_NK[start : start + rows], element) for start in range(0, num_outputs, rows)]
@@ -85,8 +85,8 @@ def pack(weight_NK: Tensor, element: Element) -> PackedLinear:
 
 
 def pack_codes(u_NK: Tensor, scale_NG: Tensor, least_NG: Tensor, units_N: Tensor, element: Element) -> PackedLinear:
-    """Weights units_N * (scale_NG * u_NK + least_NG), exactly: u uint8 and below 16 for int4, scale and least whole numbers of 16 bits
-    with a sign, G groups of 32 inputs of which the last may be short."""
+    """Packs the weights units_N * (scale_NG * u_NK + least_NG) exactly. u is uint8, below 16 for int4; scale and least are whole numbers
+    that fit int16; G counts groups of 32 inputs, the last of which may be short."""
     num_outputs, num_k = u_NK.shape
     rows = -num_outputs % PANEL
     u_NGK = pad(u_NK, (0, -num_k % GROUP, 0, rows)).view(num_outputs + rows, -1, GROUP)
@@ -96,7 +96,7 @@ def pack_codes(u_NK: Tensor, scale_NG: Tensor, least_NG: Tensor, units_N: Tensor
 
 
 def unpack(packed: PackedLinear) -> Tensor:
-    """The weights [N, K] that the panels stand for, as float32."""
+    """The weights [N, K] that the panels encode, as float32."""
     num_panels = packed.panels_PW.shape[0]
     num_k = padded(packed.num_k, packed.element.k_multiple)
     if packed.element.is_quantized:
@@ -132,19 +132,19 @@ def _panels(values_NK: Tensor, step: int) -> Tensor:
 
 
 def _quantize(weight_NK: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Panels of groups, and units: weight = unit * (scale * u + least), u of `bits` bits, scale and least 16-bit integers."""
+    """Panels of quantized groups, and units: weight = unit * (scale * u + least), with u of `bits` bits, scale and least int16."""
     num_outputs, most = weight_NK.shape[0], 2**bits - 1
     units_N = weight_NK.abs().amax(1) / 32767
-    units_N = torch.where(units_N > 0, units_N, 1.0)  # a row of zeros needs one too
+    units_N = torch.where(units_N > 0, units_N, 1.0)  # a row of zeros needs a nonzero unit too
     weight_NGK = weight_NK.view(num_outputs, -1, GROUP) / units_N[:, None, None]
     least_NG = weight_NGK.amin(-1).round_()
-    scale_NG = ((weight_NGK.amax(-1) - least_NG) / most).ceil_().clamp_(min=1)  # rounded down, it would not reach the largest
+    scale_NG = ((weight_NGK.amax(-1) - least_NG) / most).ceil_().clamp_(min=1)  # up, so that the largest weight is reached
     u_NGK = ((weight_NGK - least_NG[..., None]) / scale_NG[..., None]).round_().clamp_(0, most).to(torch.uint8)
     return _group_panels(u_NGK, scale_NG, least_NG, bits), units_N
 
 
 def _group_panels(u_NGK: Tensor, scale_NG: Tensor, least_NG: Tensor, bits: int) -> Tensor:
-    """In each panel, after the words of a group its scales and leasts."""
+    """Panels in which the words of each group are followed by its scales and leasts."""
     num_outputs = u_NGK.shape[0]
     if bits == 4:
         first, last = u_NGK.view(*u_NGK.shape[:-1], -1, 2, 4).unbind(-2)
@@ -156,6 +156,6 @@ def _group_panels(u_NGK: Tensor, scale_NG: Tensor, least_NG: Tensor, bits: int) 
 
 
 def _with_halves_apart(bytes_: Tensor) -> Tensor:
-    """Eight int4 from every four bytes, the lower halves first."""
+    """The eight int4 in every four bytes, lower halves first."""
     words = bytes_.view(*bytes_.shape[:-1], -1, 4)
     return torch.cat([words & 15, words >> 4], dim=-1).flatten(-2)

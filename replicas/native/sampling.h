@@ -1,7 +1,7 @@
 // The next token of a row of logits: temperature, top_k, top_p and min_p, then the inverse CDF in token-id order.
 //
-// A row is worked on by one thread in one order, so its token depends on nothing else. Tokens that tie with the last one kept are
-// kept too. The plain reference beside it is `filtered_probs` and `inverse_cdf` in replicas/sampling/sampler.py.
+// One thread processes a row in a fixed order, so its token does not depend on other rows. Tokens that tie with the last one kept are
+// kept too. The plain reference is `filtered_probs` and `inverse_cdf` in replicas/sampling/sampler.py.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ constexpr int64_t NO_TOKEN = -1;
 
 // The first id with the largest logit, or NO_TOKEN where a logit is NaN or the largest is infinite.
 inline int64_t argmax(const float* logits, int64_t size) {
-    constexpr int64_t STRETCH = 1024;  // ids, of which one stretch is searched
+    constexpr int64_t STRETCH = 1024;  // ids per stretch; only the stretch with the maximum is searched for its id
     float highest = MINUS_INFINITY;
     int64_t best = 0;
     for (int64_t start = 0; start < size; start += STRETCH) {
@@ -83,12 +83,12 @@ class RowDraw {
     }
 
   private:
-    static constexpr int64_t SPAN = 64;  // ids summed together on the way to the CDF
+    static constexpr int64_t SPAN = 64;  // ids whose weights are summed before the search of the CDF
     int64_t size, num_spans;
     std::vector<float> weights, sums;  // [num_spans, SPAN] and [num_spans]
     std::vector<float> candidates;
 
-    // The k-th largest of `weights`. The k-th largest of the spans' maxima bounds it from below, so few remain to be looked at.
+    // The k-th largest of `weights`. The k-th largest of the spans' maxima is a lower bound, so few candidates remain.
     float kth_largest(int64_t k) {
         float bound = MINUS_INFINITY;
         if (k <= num_spans) {
@@ -109,11 +109,11 @@ class RowDraw {
 
     // The smallest weight of the smallest set of the largest weights with at least `top_p` of the total.
     float smallest_kept(double top_p, double total) {
-        // All below this together are less than what may be left out.
+        // The weights below this sum to less than the part that may be dropped.
         collect(static_cast<float>((1 - top_p) * total / static_cast<double>(size)) * 0.999f);
         const double target = top_p * total;
         auto first = candidates.begin(), end = candidates.end();
-        double above = 0;  // the sum of what is larger than first .. end
+        double above = 0;  // sum of the weights larger than first .. end
         while (true) {
             if (end - first <= 1) return first == end ? 0.0f : *first;
             const float pivot = median(*first, *(first + (end - first) / 2), *(end - 1));
@@ -133,7 +133,7 @@ class RowDraw {
         }
     }
 
-    // What is at least `bound`, in id order.
+    // Fills `candidates` with the weights that are at least `bound`, in id order.
     void collect(float bound) {
         candidates.clear();
         for (int64_t b = 0; b < num_spans; ++b) {
@@ -147,7 +147,7 @@ class RowDraw {
         }
     }
 
-    // Fills `sums` with those of weights that are at least `least`; returns their total.
+    // Fills `sums` with each span's sum of weights that are at least `least`; returns the total.
     double sum_spans(float least) {
         double total = 0;
         for (int64_t b = 0; b < num_spans; ++b) {
@@ -161,7 +161,7 @@ class RowDraw {
         return total;
     }
 
-    // The first id whose cumulated weight exceeds `target`; one that rounding pushed to the total means the last above zero.
+    // The first id whose cumulative weight exceeds `target`; the last id with a weight when rounding pushed `target` to the total.
     int64_t inverse_cdf(double target, double total, float least) const {
         int64_t span = -1, last = -1;
         double before = 0;

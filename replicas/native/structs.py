@@ -1,4 +1,4 @@
-"""Whether the ctypes structures of this package are as large as the structs that the kernels were compiled with."""
+"""Checks that the ctypes structures of this package have the size of the structs that the kernels were compiled with."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ctypes
 
 
 class StructMismatch(TypeError):
-    """A ctypes structure does not mirror its struct in the kernels, which would read past its end: a bug of this package. Not
-    raised for fields of the right size in the wrong order."""
+    """A ctypes structure and its struct in the kernels differ in size, so the kernels would read past its end: a bug of this package.
+    Not raised for fields of the right size in the wrong order."""
 
 
 def check_structs(library: ctypes.CDLL, **mirrors: type[ctypes.Structure]) -> None:
-    """`mirrors` are ctypes structures by the names of their structs in C. Raises StructMismatch naming the struct and both sizes."""
+    """Checks `mirrors`: name of the C struct -> ctypes structure. Raises StructMismatch with the struct's name and both sizes."""
     size_of = library.manta_struct_size
     size_of.argtypes, size_of.restype = [ctypes.c_char_p], ctypes.c_int64
     for name, mirror in mirrors.items():

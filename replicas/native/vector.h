@@ -1,4 +1,4 @@
-// Numbers and vectors that the kernels share: bfloat16, whole vectors of floats, exponentials.
+// Numbers and vectors that the kernels share: bfloat16, vectors of floats, exponentials.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ inline float rounded(float x) {  // to bfloat16
     store(&half, x);
     return to_float(half);
 }
-inline BFloat16 upper_half(float x) {  // of a number that is rounded already
+inline BFloat16 upper_half(float x) {  // x must be rounded to bfloat16 already
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     return {static_cast<uint16_t>(bits >> 16)};
@@ -85,7 +85,7 @@ inline Vector as_vector(const Vector& floats) { return floats; }  // the same nu
 inline Vector as_vector(const Integers& integers) { return __builtin_convertvector(integers, Vector); }
 inline Vector as_vector(const Words& words) { return as_vector(__builtin_convertvector(words, Integers)); }  // below 2^31
 
-// Loops over registers must be unrolled whole, or the compiler keeps the array in memory.
+// Loops over registers must be unrolled completely, or the compiler keeps the array in memory.
 #define UNROLL _Pragma("GCC unroll 16")
 
 inline Words as_words(const Vector& floats) {
@@ -94,7 +94,7 @@ inline Words as_words(const Vector& floats) {
     return words;
 }
 
-// Stores numbers, rounded to nearest and ties away from zero, and returns them as they are stored.
+// Stores numbers, rounded to nearest and ties away from zero, and returns the stored values.
 inline Vector store_rounded(float* to, const Vector& numbers) {
     store(to, numbers);
     return numbers;
@@ -121,7 +121,7 @@ constexpr float LOG2_E = 1.44269504f;
 // 2^x for x <= 0 within 4 units in the last place; below -126.5 it is 0.
 inline Vector exp2_nonpositive(const Vector& x) {
     const Vector least = Vector{} - 127.0f, clamped = x < least ? least : x;
-    constexpr float TO_INTEGER = 0x1.8p23f + 127;  // numbers added to it have no room for a fraction; what is left is a biased exponent
+    constexpr float TO_INTEGER = 0x1.8p23f + 127;  // adding it rounds to an integer; the low bits are then a biased exponent
     const Vector shifted = clamped + TO_INTEGER, f = clamped - (shifted - TO_INTEGER);
     Vector p = f * 1.327647129e-3f + 9.675540961e-3f;
     p = p * f + 5.550713092e-2f;
@@ -144,8 +144,8 @@ inline void store_lanes(const Vector from[NUM_VECTORS], float* to) {
 constexpr int NUM_SUMS = WIDTH == 16 ? 24 : 12;  // registers that hold sums
 constexpr int MAX_ROWS = NUM_SUMS / NUM_VECTORS < 12 ? NUM_SUMS / NUM_VECTORS : 12;  // rows that share each load of LANES numbers
 
-// Sums start from zeros that the compiler does not know to be zeros. It would otherwise be free to fuse the first two products in
-// either order, and choose differently for other numbers of rows.
+// Sums start from a zero that the compiler cannot see. Otherwise it could fuse the first two products in either order, and choose
+// differently for different numbers of rows.
 inline Vector unknown_zero() {
     Vector zero = {};
     asm("" : "+m"(zero));

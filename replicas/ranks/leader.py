@@ -20,7 +20,7 @@ from replicas.ranks.launcher import RankLauncher
 from replicas.ranks.rank_transfers import RankTransfers
 from replicas.ranks.ranks import Ranks, RankStartError
 from replicas.ranks.step_message import encode_step
-from replicas.sharding.collectives import Backend, ProcessGroup
+from replicas.sharding.collectives import CollectiveBackend, ProcessGroup
 from replicas.sharding.empty_model import build_empty
 from replicas.sharding.sharding import ShardingPlan
 
@@ -119,7 +119,7 @@ class _LeadingRunner:
             raise self._ranks.lost_because(error) from error
 
 
-def _backend(config: EngineConfig, device: torch.device, launcher: RankLauncher) -> Backend:
+def _backend(config: EngineConfig, device: torch.device, launcher: RankLauncher) -> CollectiveBackend:
     """The configured torch.distributed backend, "auto" resolved. Raises ValueError if it cannot work here."""
     name = config.parallel.backend
     if name == "auto":

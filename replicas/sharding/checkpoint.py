@@ -1,4 +1,4 @@
-"""Reads parts of a model's safetensors without ever holding more than the part."""
+"""Reads parts of a model's safetensors; only the part is ever in memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """Owns the open files of one folder or Hugging Face id; they are looked for when the first tensor is. Names are those of the
-    checkpoint or of parameters of the model. Without safetensors every method raises UnsupportedModel."""
+    """Owns the open files of one folder or Hugging Face id, which are opened when the first tensor is read. Tensors are named as in the
+    checkpoint or as the model's parameters. Without safetensors every method raises UnsupportedModel."""
 
     def __init__(self, source: str, prefix: str, *, is_dense: bool) -> None:
-        """`prefix` is the model's base name: some checkpoints leave it out. transformers can load a dense one on one rank."""
+        """`prefix` is the model's base name, which some checkpoints leave out. Error messages for a dense checkpoint (`is_dense`) also
+        propose one rank, where transformers itself loads it."""
         self.source = source
         self._way_out = "save it with save_pretrained" + (", or set tensor_parallel_size to 1" if is_dense else "")
         self._prefix = f"{prefix}."
@@ -38,7 +39,7 @@ class Checkpoint:
     def read(
         self, name: str, dtype: torch.dtype, device: torch.device, dim: int = 0, ranges: Sequence[range] | None = None
     ) -> torch.Tensor:
-        """One tensor, or what lies in `ranges` along `dim`, one after the other. Raises UnsupportedModel when it is not there."""
+        """One tensor, or its `ranges` along `dim` concatenated. Raises UnsupportedModel when the checkpoint lacks it."""
         part = self._slice(name)
         if ranges is None:
             return part[:].to(device, dtype) if part.get_shape() else self._whole(name).to(device, dtype)

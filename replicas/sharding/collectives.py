@@ -1,4 +1,4 @@
-"""Collectives of a replica's ranks inside a forward pass, over a process group of their own."""
+"""Collectives between a replica's ranks inside a forward pass, over a process group of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _dist: Any = dist  # the names used here are public, but not in the type stubs
 
-Backend = Literal["gloo", "nccl"]
+CollectiveBackend = Literal["gloo", "nccl"]
 
 
 class RankGroup(Protocol):
@@ -30,7 +30,7 @@ class RankGroup(Protocol):
         ...
 
     def gather_last(self, part: Tensor) -> Tensor | None:
-        """On rank 0 the parts of all ranks along the last axis, in the order of ranks; None elsewhere. Parts may differ in it."""
+        """On rank 0: the parts of all ranks concatenated along the last axis, in rank order; None elsewhere. Widths may differ."""
         ...
 
     def least(self, value: int) -> int:
@@ -56,7 +56,7 @@ class Alone:
 class ProcessGroup:
     """Owns a group of Gloo or NCCL, independent of every other group of the process.
 
-    A rank that is gone makes every call raise RuntimeError, at once or after the deadline; the group cannot be used again.
+    After a rank has died every call raises RuntimeError, at once or at the deadline; the group cannot be used again.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class ProcessGroup:
         rank: int,
         size: int,
         *,
-        backend: Backend,
+        backend: CollectiveBackend,
         device: torch.device,
         host: str,
         deadline_s: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Returns when all ranks have come. `host` is this rank's own address. Raises RuntimeError at the deadline."""
+        """Returns when all ranks have joined. `host` is this rank's own address. Raises RuntimeError at the deadline."""
         self.rank, self.size, self._device, self._clock = rank, size, device, clock
         self.seconds = 0.0
-        """Spent in calls so far; on CUDA only until they are queued."""
+        """Time spent in calls so far; on CUDA only the time to queue them."""
         deadline = timedelta(seconds=deadline_s)
         if backend == "nccl":
             options = _dist.ProcessGroupNCCL.Options()
@@ -86,8 +86,8 @@ class ProcessGroup:
             options._timeout = deadline
             options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
             self._group = _dist.ProcessGroupGloo(store, rank, size, options)
-        self._widths: list[int] | None = None  # of the parts that are gathered, by rank; the same in every step
-        self.least(0)  # connects: NCCL does so at its first call, and what is wrong should show at start
+        self._widths: list[int] | None = None  # widths of the gathered parts, by rank; the same in every step
+        self.least(0)  # NCCL connects in its first call, and errors should show at start
 
     def set_deadline(self, deadline_s: float) -> None:
         """Sets the deadline of every later call."""
@@ -125,7 +125,7 @@ class ProcessGroup:
         return int(data.item())
 
     def close(self) -> None:
-        """Over NCCL it ends a wait of another thread too; over Gloo that takes the deadline or the other rank's end."""
+        """Over NCCL this also ends a wait in another thread; over Gloo such a wait ends at the deadline or when the peer closes."""
         try:
             self._group.abort()
         except RuntimeError as error:

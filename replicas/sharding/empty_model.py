@@ -1,4 +1,4 @@
-"""A transformers model without memory, and the parameters that fill it: whole, or in slices."""
+"""A transformers model without memory for its parameters, and the loading that fills it, whole or in slices."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ logger = logging.getLogger(__name__)
 
 
 def build_empty(config: Any, source: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, Checkpoint]:
-    """The model with its shapes and buffers, but no memory for its parameters, and the checkpoint that fills it. Linears are modules of
-    the checkpoint's format. A dense checkpoint is not opened yet."""
+    """The model with its shapes and buffers but without memory for its parameters, and the checkpoint to fill it from. Linears are
+    modules of the checkpoint's format. A dense checkpoint is not opened yet."""
     stored = stored_format(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # some families make a few in float32, whatever `dtype` is
+        parameter.data = parameter.data.to(dtype)  # some families create a few in float32, whatever `dtype` is
     for module in model.modules():
         buffers = {name: buffer for name, buffer in module.named_buffers(recurse=False) if name in module._non_persistent_buffers_set}
         for name, buffer in buffers.items():
             empty = float("nan") if buffer.is_floating_point() else 0
             module.register_buffer(name, torch.full_like(buffer, empty, device="cpu"), persistent=False)
         if buffers:
-            model._init_weights(module)  # as transformers' own loader does for what no checkpoint holds
+            model._init_weights(module)  # transformers' own loader does the same for tensors that no checkpoint holds
         if any(bool(module.get_buffer(name).isnan().any()) for name in buffers):
             raise UnsupportedModel(
                 f"model type {config.model_type!r}: {type(module).__name__} does not say how to make its buffers; "
@@ -51,7 +51,7 @@ def build_empty(config: Any, source: str, dtype: torch.dtype, trust_remote_code:
 
 
 def _store(model: PreTrainedModel, checkpoint: Checkpoint, stored: Format) -> None:
-    """Puts modules of the format in the place of linears that are stored in it."""
+    """Replaces each linear that the checkpoint stores in this format by a module of the format."""
     for name, module in list(model.named_modules()):
         if not isinstance(module, Linear | Conv1D):
             continue
@@ -68,7 +68,8 @@ def _has(checkpoint: Checkpoint, module_name: str, tensor_name: str) -> bool:
 
 
 def fill(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device, slices: Mapping[str, ParameterSlice]) -> None:
-    """Reads every parameter, or what `slices` says by the parameter's name, and the generation config. Tied parameters stay one."""
+    """Reads every parameter, or its slice from `slices` (parameter name -> slice), and the generation config. Tied parameters stay
+    tied."""
     loaded: dict[int, Parameter] = {}  # id of the empty parameter -> loaded
     for name, module in model.named_modules():
         for key, empty in list(module.named_parameters(recurse=False)):
@@ -86,7 +87,7 @@ def fill(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device, s
 def read_parameter(
     checkpoint: Checkpoint, name: str, empty: torch.Tensor, device: torch.device, part: ParameterSlice | None = None
 ) -> Parameter:
-    """The values of an empty parameter, or a part of them. Raises UnsupportedModel when the checkpoint has another shape."""
+    """A parameter's values, or a slice of them, from the checkpoint. Raises UnsupportedModel when its shape there differs."""
     if part is not None and not part.ranges:
         return Parameter(torch.zeros(empty.shape, dtype=empty.dtype, device=device), requires_grad=False)
     shape = checkpoint.shape(name)
@@ -97,7 +98,7 @@ def read_parameter(
 
 
 def place_buffers(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device) -> None:
-    """Moves what `build_empty` made to the device, and reads what only the checkpoint has."""
+    """Moves the buffers that `build_empty` made to the device; buffers that it could not make are read from the checkpoint."""
     for name, module in model.named_modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[key] = checkpoint.read(f"{name}.{key}", buffer.dtype, device) if buffer.is_meta else buffer.to(device)

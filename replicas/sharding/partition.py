@@ -1,7 +1,7 @@
 """How the ranks of a group divide a model: heads, MLP columns and vocabulary. Free of torch.
 
-Attention is divided by KV head, with the query heads that read it. Where heads do not divide evenly, a rank with less
-attention gets more of the MLP and of the vocabulary, so that all hold, and read in a step, nearly the same.
+Attention is divided by KV head, together with the query heads that read it. Where heads do not divide evenly, a rank with less
+attention gets more of the MLP and of the vocabulary, so that all ranks hold, and read in each step, nearly the same number of bytes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 COLUMN_UNIT = 16
-"""MLP columns are divided in multiples of it where there are enough; the native kernels compute 16 outputs together."""
+"""MLP columns are divided in multiples of this where there are enough; the native kernels compute 16 outputs together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The pieces of a model that can be divided, and the bytes of weights (over all layers) that each takes along."""
+    """The pieces of a model that can be divided, and the bytes of weights (over all layers) that belong to one piece."""
 
     num_heads: int
     num_kv_heads: int
@@ -27,9 +27,9 @@ class ModelShape:
     bytes_per_column: int
     bytes_per_token: int
     column_unit: int = 1
-    """MLP columns that the format of the weights keeps together."""
+    """Number of MLP columns that the weights' format keeps together."""
     token_unit: int = 1
-    """Rows of the output projection that it keeps together."""
+    """Number of rows of the output projection that the weights' format keeps together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class RankShare:
     columns: range
     """A range of the MLP's intermediate size."""
     tokens: range
-    """Token ids whose rows of the embedding and of the output projection are here."""
+    """Token ids whose rows of the embedding and of the output projection this rank holds."""
 
 
 def partition(shape: ModelShape, num_ranks: int) -> tuple[RankShare, ...]:
@@ -65,7 +65,7 @@ def partition(shape: ModelShape, num_ranks: int) -> tuple[RankShare, ...]:
 
 
 def largest_size(shape: ModelShape) -> int:
-    """The most ranks that each get a query head, a unit of columns and one of tokens; every smaller size works too."""
+    """The largest number of ranks such that each gets a query head, a unit of columns and a unit of tokens; smaller sizes work too."""
     return min(shape.num_heads, shape.num_columns // shape.column_unit, shape.vocab_size // shape.token_unit)
 
 
@@ -84,7 +84,7 @@ def _divide_heads(shape: ModelShape, num_ranks: int) -> list[tuple[range, range]
 
 
 def _near_equal(total: int, num_parts: int) -> list[int]:
-    """Counts that differ by at most one, the greater ones first."""
+    """Counts that differ by at most one, larger ones first."""
     return [total // num_parts + (part < total % num_parts) for part in range(num_parts)]
 
 
@@ -94,10 +94,10 @@ def _spans(counts: Sequence[int]) -> list[range]:
 
 
 def _divide_evenly(held: Sequence[int], num_pieces: int, bytes_per_piece: int, unit: int) -> list[range]:
-    """Divides pieces so that what each rank holds together with them is as even as whole units allow."""
+    """Divides pieces so that the bytes on each rank, `held` included, are as even as whole units allow."""
     goal = (sum(held) + num_pieces * bytes_per_piece) / len(held)
     wanted = [max((goal - one) / bytes_per_piece, unit) for one in held]
-    factor = num_pieces / sum(wanted)  # not 1 where some rank holds more than the goal already
+    factor = num_pieces / sum(wanted)  # differs from 1 where some rank already holds more than the goal
     ends: list[int] = []
     exact = 0.0
     for rank, one in enumerate(wanted):

@@ -1,4 +1,4 @@
-"""A transformers model of which a rank holds its part: loaded in slices, joined by collectives."""
+"""One rank's part of a transformers model: loaded in slices, joined to the other ranks by collectives."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from replicas.linear.modules import resize
 from replicas.sharding.collectives import RankGroup
 from replicas.sharding.empty_model import build_empty, fill
 from replicas.sharding.partition import RankShare
-from replicas.sharding.roles import Role
 from replicas.sharding.sharding import REDUCED, ShardingPlan
+from replicas.sharding.styles import ShardingStyle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPart:
-    """One rank's part of a model. Prints as a line for the log."""
+    """What one rank holds of a model. `str` gives a line for the log."""
 
     kv_heads: range
     """The same in every layer."""
     tokens: range
-    """Rows of the embedding and of the output projection."""
+    """Token ids whose rows of the embedding and of the output projection this rank holds."""
     sharded_bytes: int
-    """Bytes of its parts of divided parameters."""
+    """Bytes of this rank's parts of divided parameters."""
     replicated_bytes: int
     whole_sharded_bytes: int
-    """Bytes of the divided parameters in all, each counted once."""
+    """Bytes of the divided parameters over all ranks, each counted once."""
 
     def __str__(self) -> str:
         share = self.sharded_bytes / self.whole_sharded_bytes
@@ -47,15 +47,15 @@ class LoadedPart:
 def load_part(
     config: Any, source: str, dtype: torch.dtype, device: torch.device, group: RankGroup, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, LoadedPart]:
-    """This rank's part of the model, whose forward pass talks to the other ranks.
+    """This rank's part of the model, whose forward pass communicates with the other ranks.
 
-    Its logits are whole on rank 0 and a part elsewhere. Raises UnsupportedModel for what cannot be divided and ValueError
+    Logits are complete on rank 0 and partial elsewhere. Raises UnsupportedModel for a model that cannot be divided, and ValueError
     for a number of ranks that cannot divide it.
     """
     model, checkpoint = build_empty(config, source, dtype, trust_remote_code)
     plan = ShardingPlan.of(model, group.size)
     share = plan.shares[group.rank]
-    linears = {name: model.get_submodule(name) for name in plan.roles}
+    linears = {name: model.get_submodule(name) for name in plan.styles}
     parts = {name: plan.part(name, module, group.rank) for name, module in linears.items()}
     slices = {f"{name}.{key}": one for name, module in linears.items() for key, one in divide(module, parts[name]).items()}
     sizes = {name: part_sizes(module, parts[name]) for name, module in linears.items()}
@@ -66,7 +66,7 @@ def load_part(
     for name, module in list(model.named_modules()):
         if name in linears:
             resize(module, *sizes[name])
-            _join(module, plan.roles[name], share, group)
+            _join(module, plan.styles[name], share, group)
         elif hasattr(module, "layer_idx") and hasattr(module, "config"):
             _localize(module, share)
     return model, LoadedPart(
@@ -79,14 +79,14 @@ def load_part(
 
 
 def load_whole(config: Any, source: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
-    """The model on one rank, read in the checkpoint's own format. Raises UnsupportedModel."""
+    """The whole model on one rank, its weights in the checkpoint's own format. Raises UnsupportedModel."""
     model, checkpoint = build_empty(config, source, dtype, trust_remote_code)
     fill(model, checkpoint, device, {})
     return model
 
 
 def _localize(attention: Module, share: RankShare) -> None:
-    """Attention modules that read sizes from themselves or their configuration see those of this rank."""
+    """Sets this rank's head counts on an attention module and its configuration, where forward passes read them."""
     config: Any = copy.copy(attention.config)
     config._attn_implementation = ATTENTION_NAME
     config.num_attention_heads = len(share.heads)
@@ -98,20 +98,20 @@ def _localize(attention: Module, share: RankShare) -> None:
         "num_attention_heads": len(share.heads),
         "num_key_value_heads": len(share.kv_heads),
         "num_key_value_groups": len(share.heads) // len(share.kv_heads),
-        "split_size": len(share.heads) * getattr(attention, "head_dim", 0),  # gpt2: the width of query, key and value each
+        "split_size": len(share.heads) * getattr(attention, "head_dim", 0),  # gpt2: width of the query, and of key and value
     }
     for key, count in counts.items():
         if hasattr(attention, key):
             setattr(attention, key, count)
 
 
-def _join(module: Module, role: Role, share: RankShare, group: RankGroup) -> None:
-    """Puts the collectives of the module's role after it."""
-    if role in REDUCED:
+def _join(module: Module, style: ShardingStyle, share: RankShare, group: RankGroup) -> None:
+    """Adds the collective that the module's style needs after its forward pass."""
+    if style in REDUCED:
         module.register_forward_hook(lambda _module, _args, output: group.all_reduce(output))
-    elif role is Role.TOKENS and isinstance(module, torch.nn.Embedding):
+    elif style is ShardingStyle.TOKENS and isinstance(module, torch.nn.Embedding):
         _join_embedding(module, share.tokens, group)
-    elif role is Role.TOKENS:
+    elif style is ShardingStyle.TOKENS:
         module.register_forward_hook(lambda _module, _args, output: _gathered(output, group))
 
 
@@ -126,13 +126,13 @@ def _join_embedding(module: torch.nn.Embedding, tokens: range, group: RankGroup)
 
 
 def localize(token_ids: Tensor, tokens: range) -> tuple[Tensor, Tensor]:
-    """Rows of a table that holds `tokens` alone, and which of them are meant: a token that is elsewhere gets some row."""
+    """Rows in a table that holds only `tokens`, and a mask of the ids found there; an id outside gets an arbitrary row."""
     local_ids = token_ids - tokens.start
     is_here = (local_ids >= 0) & (local_ids < len(tokens))
     return local_ids.clamp(0, len(tokens) - 1), is_here
 
 
 def _gathered(output: Tensor, group: RankGroup) -> Tensor:
-    """The whole vocabulary on rank 0; elsewhere this rank's part, which nobody reads."""
+    """Logits of the whole vocabulary on rank 0; elsewhere this rank's part, which is not read."""
     whole = group.gather_last(output)
     return output if whole is None else whole

@@ -1,4 +1,4 @@
-"""The replicas of one model, and which of them may take a request: alone, or together."""
+"""The replicas of one model by pool, and which of them may take a request, alone or as a pair."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from router.fleet.solitary import SolitaryRequests
 from router.snapshot import ClusterSnapshot, ReplicaSnapshot, RoutingRequest
 
 LOOK_AGAIN_S = 1.0
-"""Replicas fall silent: who may take work is found out this often even if nothing is reported."""
+"""Which replicas may take work is determined again after this time even without a report, because replicas may fall silent."""
 
 
 class ReplicaPools:
     """Owns the states of one model's replicas.
 
-    A pool that is empty, or all of whose replicas drain, hang, are silent or reserved, is replaced by the other: a request
-    is then served by one replica alone.
+    When one pool is empty, or all its replicas drain, hang, are silent or reserved, the other pool serves whole requests, each on
+    one replica.
     """
 
     def __init__(self, config: RouterConfig, solitary: SolitaryRequests) -> None:
@@ -47,11 +47,11 @@ class ReplicaPools:
 
     @property
     def has_prefill_pool(self) -> bool:
-        """Whether any replica, usable or not, is of it."""
+        """Whether the prefill pool has any replica, usable or not."""
         return self._has_prefill_pool
 
     def add(self, state: ReplicaState) -> None:
-        """A new replica, or a new life of a known one."""
+        """Adds a replica, or replaces the state of a restarted one."""
         state.is_fenced = state.replica_id in self._fenced
         self._states[state.replica_id] = state
         self._states = dict(sorted(self._states.items()))
@@ -73,7 +73,7 @@ class ReplicaPools:
         self._looked_until_s = -inf
 
     def update(self, state: ReplicaState) -> None:
-        """Takes a replica's new load into the first estimates."""
+        """Updates the first estimates with a replica's new load."""
         self._whole.update(state)
         self._prefill.update(state)
 
@@ -81,7 +81,7 @@ class ReplicaPools:
         return not (state.is_draining or state.is_fenced or state.replica_id in self._solitary.reserved)
 
     def count_by_state(self) -> Counter[str]:
-        """How many are usable, draining, fenced and reserved."""
+        """Number of usable, draining, fenced and reserved replicas."""
         counts: Counter[str] = Counter(usable=0, draining=0, fenced=0, reserved=0)
         for state in self:
             is_usable = self.is_usable(state)
@@ -89,7 +89,7 @@ class ReplicaPools:
         return counts
 
     def count_usable_by_pool(self) -> Counter[str]:
-        """Usable ones by role; a pool all of whose replicas are not counts 0."""
+        """Number of usable replicas by role; 0 for a pool whose replicas are all unusable."""
         counts: Counter[str] = Counter()
         for state in self:
             counts[state.role] += self.is_usable(state)
@@ -98,10 +98,10 @@ class ReplicaPools:
     def snapshot(
         self, request: RoutingRequest, now_s: float, cached: Mapping[str, int], pending: Mapping[str, int], num: int | None
     ) -> ClusterSnapshot | None:
-        """What the policy is to see: at most `num` candidates of each pool; None when nobody can take the request.
+        """The policy's view: at most `num` candidates of each pool; None when no replica can take the request.
 
-        A silent replica is left out while another reports, and so is one that failed this request while another has not.
-        `cached` and `pending` are leading blocks of the prompt by replica.
+        Silent replicas are left out while others report, and replicas that failed this request while there are others.
+        `cached` and `pending` are replica id -> leading blocks of the prompt.
         """
         self._look(now_s)
         whole, prefill = self._whole, self._prefill
@@ -128,7 +128,7 @@ class ReplicaPools:
         )
 
     def _look(self, now_s: float) -> None:
-        """Replicas that report and neither drain, hang nor are reserved; silent ones only when all are silent."""
+        """Determines the candidates again when due: usable replicas that report; silent ones only when all are silent."""
         if self._looked_until_s > now_s:
             return
         running = [state for state in self if self.is_usable(state)]

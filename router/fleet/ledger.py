@@ -14,20 +14,20 @@ from router.snapshot import RoutingRequest
 
 
 class BookingLedger:
-    """Owns which replica each dispatched request is booked on, or which two.
+    """Owns which replica, or which two, each dispatched request is booked on.
 
-    A request has one booking where it runs. One that a pair serves has a second where its prompt is computed, which may end
-    earlier (`take_prefill`) or, when the other replica dies, last longer.
+    A request has one booking on the replica where it runs. A request that a pair serves has a second one on the replica that computes
+    its prompt. The second may end earlier (`take_prefill`) or, when the other replica dies, last longer.
     """
 
     def __init__(self) -> None:
         self._running: OrderedDict[str, Booking] = OrderedDict()  # request id -> booking, oldest first
-        self._prefills: OrderedDict[str, Booking] = OrderedDict()  # the same, of pairs: where the prompt is computed
+        self._prefills: OrderedDict[str, Booking] = OrderedDict()  # request id -> booking on a pair's prefill replica, oldest first
         self._pending = PendingPrefixes()
         self._pending_on: dict[str, dict[str, Booking]] = {}  # replica id -> request id -> booking whose blocks are not reported
 
     def __len__(self) -> int:
-        """Requests that run."""
+        """Number of requests booked where they run."""
         return len(self._running)
 
     def __contains__(self, request_id: str) -> bool:
@@ -35,7 +35,7 @@ class BookingLedger:
 
     @property
     def num_prefills(self) -> int:
-        """Pairs whose prompt is still with the prefill pool."""
+        """Number of pairs whose prompt is still in the prefill pool."""
         return len(self._prefills)
 
     @property
@@ -44,17 +44,17 @@ class BookingLedger:
 
     @property
     def requests(self) -> Iterator[RoutingRequest]:
-        """Each once."""
+        """Every booked request once."""
         yield from (booking.request for booking in self._running.values())
         yield from (booking.request for request_id, booking in self._prefills.items() if request_id not in self._running)
 
     def book(
         self, request: RoutingRequest, places: tuple[ReplicaState, ...], num_uncached_tokens: int, num_output_tokens: int, now_s: float
     ) -> None:
-        """Books a request that has no booking on its replica, or on both of a pair: the one that computes the prompt first.
+        """Books a request without a booking on its replica, or on both replicas of a pair, of which the first computes the prompt.
 
-        The latter counts what is to be computed, and the prompt's context; the other one the whole context and the slot, from
-        when the first KV is predicted to be there.
+        The first booking of a pair counts the tokens to compute and the prompt's context; the second counts the whole context and the
+        slot, from the predicted arrival of the first KV.
         """
         runs = Booking(
             request=request,
@@ -87,13 +87,13 @@ class BookingLedger:
         return self._take(self._prefills, request_id)
 
     def drop_replica(self, replica_id: str) -> None:
-        """Ends every booking on a replica that is gone. A pair's other one stays until it is taken."""
+        """Ends every booking on a replica that is gone. A pair's other booking stays until it is taken."""
         for bookings in (self._running, self._prefills):
             for request_id in [request_id for request_id, booking in bookings.items() if booking.replica_id == replica_id]:
                 self._take(bookings, request_id)
 
     def booked_before(self, booked_s: float) -> list[str]:
-        """Ids of requests booked then or earlier."""
+        """Ids of requests booked at `booked_s` or earlier."""
         found: dict[str, None] = {}
         for bookings in (self._running, self._prefills):
             for request_id, booking in bookings.items():
@@ -103,7 +103,7 @@ class BookingLedger:
         return list(found)
 
     def postpone(self, now_s: float) -> None:
-        """What its pair's prefill still holds back has not reached its replica, however late it is."""
+        """Moves predicted arrivals that have passed to now, for pairs that are still in prefill: they have not reached the replica yet."""
         for request_id in self._prefills:
             booking = self._running.get(request_id)
             if booking is not None and booking.arrives_s < now_s:
@@ -114,13 +114,13 @@ class BookingLedger:
         return self._pending.match(keys)
 
     def confirm(self, replica_id: str, index: PrefixIndex) -> None:
-        """Bookings whose last block is in the index now are no longer pending."""
+        """Removes bookings on a replica from the pending prefixes once the index has their last block."""
         waiting = self._pending_on.get(replica_id, {})
         for booking in [b for b in waiting.values() if index.holds(replica_id, b.request.block_keys[-1])]:
             self.forget_prefix(booking)
 
     def forget_prefix(self, booking: Booking) -> None:
-        """Its prefix is no longer expected; a booking without one is ignored."""
+        """Removes a booking from the pending prefixes; a booking without a pending prefix is ignored."""
         on_replica = self._pending_on.get(booking.replica_id)
         if on_replica is not None and on_replica.pop(booking.request.request_id, None) is not None:
             self._pending.remove(booking)

@@ -1,4 +1,4 @@
-"""Which replica holds which cached block: an exact mirror of the numbered KV events that replicas report."""
+"""Which replica caches which block: an exact mirror of the numbered KV events that replicas report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TIER_BIT = {Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 4}
 
 
 class _Node:
-    """A block that some replica holds, or the parent of one. `mask` has one bit a replica slot."""
+    """A block that some replica holds, or the parent of such a block. `mask` has one bit per replica slot."""
 
     __slots__ = ("children", "is_root", "key", "mask", "parent")
 
@@ -20,8 +20,8 @@ class _Node:
         self.key = key
         self.parent = parent
         self.mask = 0
-        self.is_root = False  # set by a lookup that starts below it: no replica ever stores a root
-        self.children: _Node | set[_Node] | None = None  # most nodes have one child, so most need no set
+        self.is_root = False  # set by a lookup that starts at one of its children: replicas never store a root
+        self.children: _Node | set[_Node] | None = None  # a set only where there are several children
 
     def add_child(self, child: _Node) -> None:
         children = self.children
@@ -64,12 +64,12 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Owns, for each replica, exactly the blocks it last reported; so its size is bounded by their sum.
+    """Owns, for each replica, exactly the blocks that it last reported, so the index is bounded by their sum.
 
-    A lookup counts leading blocks. Where a replica's blocks are closed under "parent" (they are, as long as tails are
-    evicted before heads), the set of replicas that hold position i only shrinks with i, and a bisection over positions
-    finds every replica's depth in a few dictionary reads. Broken links are counted per replica, and a replica that has
-    one is walked block by block instead: always exact, slower only there.
+    A lookup counts leading blocks. Where every block's parent is held too (true as long as tails are evicted before heads), the set of
+    replicas that hold position i only shrinks with i, and a bisection over positions finds every replica's depth in a few dictionary
+    reads. Missing parents ("broken links") are counted per replica, and a replica with one is walked block by block: always exact,
+    and slower only for such replicas.
     """
 
     def __init__(self) -> None:
@@ -80,25 +80,25 @@ class PrefixIndex:
 
     @property
     def num_nodes(self) -> int:
-        """Distinct blocks, plus parents that nobody holds (at most one for each of them)."""
+        """Number of distinct blocks, plus parents that no replica holds (at most one per block)."""
         return len(self._nodes)
 
     def num_blocks(self, replica_id: str) -> int:
-        """Blocks that the replica is known to hold."""
+        """Number of blocks that the replica reported."""
         holder = self._holders.get(replica_id)
         return len(holder.blocks) if holder is not None else 0
 
     def holds(self, replica_id: str, key: BlockKey) -> bool:
-        """Whether the replica reported this block (whatever it holds of the blocks before it)."""
+        """Whether the replica reported this block, with or without the blocks before it."""
         holder = self._holders.get(replica_id)
         return holder is not None and key in holder.blocks
 
     def apply(self, replica_id: str, *, epoch: int, first_event: int, events: Sequence[KVEvent], is_full_state: bool = False) -> bool:
-        """Takes one report in; True when the replica must send its full state next.
+        """Applies the events of one report; True when the replica must send its full state next.
 
-        Copies and older reports change nothing. After a gap the last known state stays until the full state comes.
+        Repeated and older reports change nothing. After a gap the last known state stays until the full state arrives.
         With `is_full_state`, `events` lists every block in any order and the next change has number `first_event`.
-        An older epoch is ignored; a newer one voids everything known of the replica.
+        Reports of an older epoch are ignored; a newer epoch drops everything known about the replica.
         """
         holder = self._holders.get(replica_id)
         if holder is not None and epoch < holder.epoch:
@@ -137,7 +137,7 @@ class PrefixIndex:
             self._slots[holder.slot] = None
 
     def match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
-        """Leading blocks of `keys` that each replica holds; replicas that hold none are left out."""
+        """Replica id -> number of leading blocks of `keys` that it holds; replicas without any are left out."""
         first = self._nodes.get(keys[0]) if keys else None
         if first is None or not first.mask:
             return {}
@@ -154,7 +154,7 @@ class PrefixIndex:
         return depths
 
     def check(self) -> None:
-        """Raises AssertionError when the books do not agree with each other. Slow; for tests and soaks."""
+        """Raises AssertionError when the index is inconsistent. Slow; for tests and soak runs."""
         for holder in self._holders.values():
             broken = 0
             for key, tiers in holder.blocks.items():
@@ -166,7 +166,7 @@ class PrefixIndex:
             assert broken == holder.num_broken, f"{holder.replica_id}: {holder.num_broken} broken links counted, {broken} found"
             assert bool(self._broken_mask & holder.bit) == (broken > 0), "the broken mask disagrees with the counts"
         held = sum(node.mask.bit_count() for node in self._nodes.values())
-        assert held == sum(len(holder.blocks) for holder in self._holders.values()), "the index holds bits of nobody"
+        assert held == sum(len(holder.blocks) for holder in self._holders.values()), "the index has bits of unknown replicas"
         assert all(node.mask or node.children for node in self._nodes.values()), "an empty node was left behind"
 
     def _add(self, replica_id: str, epoch: int) -> _Holder:
@@ -223,7 +223,7 @@ class PrefixIndex:
             self._prune(node)
 
     def _prune(self, node: _Node | None) -> None:
-        """Removes what nobody holds and nothing hangs on, upwards."""
+        """Removes a node, and then its ancestors, while no replica holds it and it has no children."""
         while node is not None and not node.mask and node.children is None:
             del self._nodes[node.key]
             parent = node.parent
@@ -257,7 +257,7 @@ class PrefixIndex:
     def _holders_in(self, mask: int) -> list[_Holder]:
         slots = self._slots
         if mask.bit_count() * 8 > mask.bit_length():
-            # dense: reading the digits takes one pass over the integer, taking bits off takes one for each
+            # dense: reading digits takes one pass over the integer, clearing bits takes one pass per bit
             found = [slots[slot] for slot, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
         else:
             found = []
@@ -268,13 +268,13 @@ class PrefixIndex:
         return [holder for holder in found if holder is not None]
 
     def _bisect(self, keys: Sequence[BlockKey], mask: int, depths: dict[str, int]) -> None:
-        """Fills `depths` for the replicas of `mask`, whose blocks are closed under "parent"."""
+        """Fills `depths` for the replicas in `mask`, which have no broken links."""
         nodes = self._nodes
         last = nodes.get(keys[-1])
         hi, hi_mask = len(keys) - 1, last.mask & mask if last is not None else 0
         if hi_mask:
             self._set_depth(hi_mask, len(keys), depths)
-        # (lo, replicas holding position lo, hi, those of them holding position hi): more at lo than at hi, so some end between
+        # (lo, replicas that hold position lo, hi, replicas that hold position hi): fewer at hi, so some end in between
         spans = [(0, mask, hi, hi_mask)] if mask != hi_mask else []
         while spans:
             lo, lo_mask, hi, hi_mask = spans.pop()
@@ -302,7 +302,7 @@ class PrefixIndex:
         self._set_depth(mask, len(keys), depths)
 
     def _set_depth(self, mask: int, depth: int, depths: dict[str, int]) -> None:
-        if not mask & (mask - 1):  # one replica, as most often
+        if not mask & (mask - 1):  # one replica, the common case
             holder = self._slots[mask.bit_length() - 1] if mask else None
             if holder is not None:
                 depths[holder.replica_id] = depth

@@ -9,14 +9,14 @@ from math import inf
 from router.fleet.replica_state import ReplicaState
 
 _AFFINITY = 20.0
-"""What a second saved by a prefix may count in the scoring policy, where it spares others too."""
+"""Upper bound on the weight, in the scoring policy, of a second saved by a prefix, which also spares others."""
 
 
 class CandidatePreview:
-    """Owns one number a replica and ranks by it: predicted end of its queue, plus recent work, less what a prefix saves.
+    """Owns one estimate per replica and ranks by it: predicted end of its queue, plus recent work, less the saving of a prefix.
 
-    Flat arrays, read in one pass: a decision comes between reports that have driven everything else out of the CPU's caches,
-    and numpy's start-up there costs more than the arithmetic of a thousand replicas.
+    Flat arrays, read in one pass: between two decisions, reports evict everything else from the CPU's caches, and then numpy's
+    call overhead exceeds the arithmetic of a thousand replicas.
     """
 
     def __init__(self, states: Sequence[ReplicaState]) -> None:
@@ -27,7 +27,7 @@ class CandidatePreview:
         self._preview_s = array("d", [state.preview_s for state in states])
 
     def update(self, state: ReplicaState) -> None:
-        """Takes a replica's new numbers over; one that is not among `states` is ignored."""
+        """Updates a replica's estimate; one that is not among `states` is ignored."""
         position = self._positions.get(state.replica_id)
         if position is not None:
             self._busy_until_s[position] = state.busy_until_s
@@ -36,9 +36,10 @@ class CandidatePreview:
     def best(
         self, num: int, now_s: float, cached: Mapping[str, int], pending: Mapping[str, int], excluded: frozenset[str] = frozenset()
     ) -> list[ReplicaState]:
-        """The `num` most promising states, in ascending order of id; `cached` and `pending` are leading blocks by replica.
+        """The `num` most promising states, in ascending order of id; `cached` and `pending` are replica id -> leading blocks.
 
-        Half of the places go to whoever holds most of the prompt, whatever its queue; the rest to the cheapest.
+        Half of the places go to replicas that hold a part of the prompt, by their estimate with the saving weighted up; the rest to the
+        cheapest.
         """
         states = self.states
         if num >= len(states):
@@ -61,8 +62,8 @@ class CandidatePreview:
         return [states[position] for position in sorted(chosen)]
 
     def _saved_s(self, cached: Mapping[str, int], pending: Mapping[str, int]) -> dict[int, float]:
-        """position -> seconds of prefill that a prefix saves there, beyond what it saves everywhere."""
-        # what all of them have in common favours none: a system prompt is held by every replica
+        """position -> seconds of prefill that a prefix saves there, beyond the saving on every replica."""
+        # a prefix that every replica holds, such as a system prompt, favours none
         common = min(cached.values()) if len(cached) >= len(self.states) else 0
         saved: dict[int, float] = {}
         for depths, is_pending in ((cached, False), (pending, True)):

@@ -1,4 +1,4 @@
-"""What replicas are measured to do, smoothed, with a prior for what nobody has measured yet."""
+"""Measured rates of replicas, smoothed, with priors for rates that no replica has measured yet."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from replicas.stats import ReplicaStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What predictions are made with."""
+    """The rates that predictions use."""
 
     prefill_tokens_per_s: float
     decode_step_s: float
     transfer_tokens_per_s: float = 50_000.0
-    """KV that comes in from another replica."""
+    """Rate of KV received from another replica."""
 
 
 class _Smoothed:
-    """Owns one measured rate of each replica, smoothed, and their median at hand."""
+    """Owns one smoothed rate per replica, and keeps them sorted for the median."""
 
     def __init__(self, weight: float) -> None:
         self._weight = weight
@@ -33,7 +33,7 @@ class _Smoothed:
     def observe(self, replica_id: str, measured: float) -> None:
         last, count = self._last.get(replica_id, (0.0, 0))
         if measured == last:
-            return  # an idle replica repeats its last measurement, and learns nothing by it
+            return  # an idle replica repeats its last measurement, which is no new information
         self._last[replica_id] = measured, count + 1
         old = self._by_replica.get(replica_id)
         if old is not None:
@@ -68,11 +68,10 @@ class _Smoothed:
 class RateModel:
     """Owns the measured rates of replicas of one kind.
 
-    A replica that has measured nothing yet is taken for the median of its peers, and for the prior when it has none, so
-    that a cold or new replica gets a sane prediction. A rate is the mean of its replica's first measurements, then each
-    moves it by a weight times the difference. Prefill moves slowly: one prompt is slower than another (long ones spend more
-    time in attention), and replicas of one kind must not look different for what they did last. A decode step tells how many
-    requests decode now.
+    A replica that has measured nothing yet gets the median of its peers, or the prior when there is none, so that a new replica gets
+    a sensible prediction. A rate is the mean of the replica's first measurements; each later one moves it by a weight times the
+    difference. The prefill rate moves slowly: prompts differ in speed (long ones spend more time in attention), and replicas of one
+    kind must not look different because of their last prompts. The decode step moves fast: it shows how many requests decode now.
     """
 
     def __init__(self, prior: Rates, *, prefill_weight: float = 0.02, decode_weight: float = 0.3) -> None:
@@ -83,11 +82,11 @@ class RateModel:
 
     @property
     def has_prefill_rate(self) -> bool:
-        """Whether any replica has measured one."""
+        """Whether any replica has measured a prefill rate."""
         return self._prefill.has_any
 
     def typical(self, otherwise: Rates | None = None) -> Rates:
-        """The medians of the replicas; `otherwise` (the prior by default) where none has measured anything."""
+        """The medians over the replicas; for rates that none has measured, `otherwise` (by default the prior)."""
         prior = self._prior if otherwise is None else otherwise
         return Rates(
             prefill_tokens_per_s=self._prefill.median(prior.prefill_tokens_per_s),
@@ -99,7 +98,7 @@ class RateModel:
         return self._prefill.median(otherwise)
 
     def observe(self, replica_id: str, stats: ReplicaStats) -> None:
-        """Takes the measurements of one report in; absent or senseless ones are skipped."""
+        """Adds the measurements of one report; absent and invalid ones are skipped."""
         for rates, measured in (
             (self._prefill, stats.prefill_tokens_per_s),
             (self._decode, stats.decode_step_s),
@@ -113,7 +112,7 @@ class RateModel:
             rates.forget(replica_id)
 
     def rates(self, replica_id: str, otherwise: Rates | None = None) -> Rates:
-        """One replica's; what it has not measured is taken from `typical(otherwise)`."""
+        """One replica's rates; those that it has not measured come from `typical(otherwise)`."""
         typical = self.typical(otherwise)
         prefill, decode, transfer = (rates.get(replica_id) for rates in (self._prefill, self._decode, self._transfer))
         return Rates(
@@ -124,11 +123,10 @@ class RateModel:
 
 
 class PoolRates:
-    """Owns the measured rates of one model's replicas, each pool for itself.
+    """Owns the measured rates of one model's replicas, separately for each pool.
 
-    A pool measures what it does. The prompts of a decode replica are scraps beside many decodes, whose rate says little of a
-    longer one, so it is taken to be as fast as the prefill pool where its own rate is lower. What a pool has not measured at
-    all is taken from the other.
+    A decode replica computes only short prompts beside many decodes, so its measured prefill rate says little about a long prompt; it
+    gets the prefill pool's rate where its own is lower. A pool that has not measured a rate at all gets it from the other pool.
     """
 
     def __init__(self, prior: Rates) -> None:
@@ -136,7 +134,7 @@ class PoolRates:
         self._pools: dict[Role, RateModel] = {role: RateModel(prior) for role in get_args(Role)}
 
     def typical_prefill_tokens_per_s(self, role: Role) -> float:
-        """The median of the pool, or of the other one."""
+        """The median of the pool; without measurements, of the other pool."""
         return self._pools[role].typical_prefill_tokens_per_s(self._other(role).prefill_tokens_per_s)
 
     def observe(self, replica_id: str, role: Role, stats: ReplicaStats) -> None:
@@ -156,14 +154,14 @@ class PoolRates:
         return own
 
     def _other(self, role: Role) -> Rates:
-        """What the other pool does, for what this one has not measured."""
+        """The rates of the other pool, for those that this pool has not measured."""
         return self._prior if role == "unified" else self._pools["prefill" if role == "decode" else "decode"].typical()
 
 
 class DrainRate:
-    """How fast a backlogged queue empties, in prompt tokens a second; what Retry-After is made from.
+    """Measures how fast a backlogged queue empties, in prompt tokens per second; the basis of Retry-After.
 
-    Only time during which requests wait counts: an idle queue says nothing about how fast it could drain.
+    Only time during which requests wait counts: an idle queue does not show how fast it could drain.
     """
 
     def __init__(self, *, window_s: float = 1.0, weight: float = 0.3) -> None:
@@ -174,7 +172,7 @@ class DrainRate:
         self._num_tokens = 0
 
     def observe(self, now_s: float, num_tokens: int, *, is_backlogged: bool) -> None:
-        """`num_tokens` left the queue at `now_s`; `is_backlogged` says whether others still wait."""
+        """Records that a request of `num_tokens` left the queue; `is_backlogged`: others still wait."""
         if self._since_s is not None:
             self._num_tokens += num_tokens
             elapsed_s = now_s - self._since_s
@@ -188,5 +186,5 @@ class DrainRate:
             self._since_s = now_s
 
     def tokens_per_s(self, otherwise: float) -> float:
-        """The measured rate; `otherwise` (what the replicas could prefill at best) before there is one."""
+        """The measured rate, at least 1 % of `otherwise` (the replicas' best prefill rate); `otherwise` before a measurement."""
         return otherwise if self._rate is None else max(self._rate, 0.01 * otherwise)

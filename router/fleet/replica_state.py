@@ -1,4 +1,4 @@
-"""What the router knows and expects of one replica."""
+"""The router's knowledge of one replica: its last report, its bookings, and predictions from both."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _SNAPSHOT_AGE_S = 0.1
 _LEAST_KNOWN_S = 30.0
 _PREVIEW_BALANCE = 0.03
 _PREVIEW_CROWDING_STEPS = 64.0
-"""Decode steps that a full decode replica costs a request in the first estimate: a quarter of an answer of 256 tokens."""
+"""Cost of a full decode replica in the first estimate, in decode steps: a quarter of an answer of 256 tokens."""
 
 
 class ReplicaState:
     """Owns a replica's last report and the bookings since, and predicts its queue between reports.
 
-    A report has seen a booking when the engine's count of accepted requests says so: running, waiting and ended ones add up
-    to all that ever came, and they come in about the order in which they were booked. Until then a booking counts as load
-    of its own. Between reports, prefill is taken to go on at the measured rate, in the order of dispatch.
+    The engine's count of accepted requests shows which bookings a report has seen: running, waiting and ended requests add up to all
+    that ever arrived, and they arrive in about the order of booking. Until then a booking counts as load in addition to the report.
+    Between reports, prefill is assumed to proceed at the measured rate, in the order of dispatch.
     """
 
     def __init__(self, report: ReplicaReport, now_s: float, rates: Rates) -> None:
@@ -32,20 +32,20 @@ class ReplicaState:
         self.max_num_seqs = report.max_num_seqs
         self.block_size = report.block_size
         self.is_draining = report.is_draining
-        self.is_fenced = False  # taken for hung
+        self.is_fenced = False  # presumed hung
         self.callers = report.callers
         self.stats = report.stats
         self.rates = rates
         self.reported_s = now_s
-        self.held_tokens = 0  # prompt tokens of requests that wait in the router for this replica, in the step under way
-        self._unseen: deque[Booking] = deque()  # no report has counted them, in order of dispatch
-        self._num_unseen = 0  # choices in it, released ones left out
+        self.held_tokens = 0  # prompt tokens of requests that wait in the router for this replica, in the current step
+        self._unseen: deque[Booking] = deque()  # bookings that no report has counted, in order of arrival
+        self._num_unseen = 0  # choices in `_unseen`, without released ones
         self._unseen_prefill_tokens = 0
         self._unseen_context_tokens = 0
         self._num_accepted = _num_accepted(report.stats)
-        self._num_released = 0  # choices that a report counted and that ended since the last one
+        self._num_released = 0  # choices that the last report counted and that ended since
         self._released_context_tokens = 0
-        self.preview_s = 0.0  # recent work and load as a cost, as of the last booking or report: for a first estimate only
+        self.preview_s = 0.0  # cost of recent work and load at the last booking or report; for the first estimate only
         self.busy_until_s = now_s + report.stats.num_uncomputed_tokens / rates.prefill_tokens_per_s
         self._recent_work_s = 0.0
         self._recent_at_s = now_s
@@ -56,12 +56,12 @@ class ReplicaState:
 
     @property
     def num_unseen(self) -> int:
-        """Requests on their way, or not yet seen in a report."""
+        """Requests that no report has counted yet."""
         return self._num_unseen
 
     @property
     def num_present(self) -> int:
-        """Requests there, as far as it is known: reported ones and those on their way."""
+        """Requests on the replica as far as known: reported ones and those on their way."""
         return self.stats.num_running + self.stats.num_waiting + self._num_unseen
 
     @property
@@ -69,7 +69,7 @@ class ReplicaState:
         return self.rates.prefill_tokens_per_s
 
     def apply_report(self, report: ReplicaReport, now_s: float, rates: Rates) -> None:
-        """Takes newer statistics of the same epoch in; older ones (fewer steps) change nothing."""
+        """Applies a newer report of the same epoch; older ones (fewer steps) change nothing."""
         if report.stats.num_steps < self.stats.num_steps:
             return
         self.stats = report.stats
@@ -99,7 +99,7 @@ class ReplicaState:
             booking.start_s = max(now_s, self.busy_until_s)
             self.busy_until_s = booking.start_s + work_s
         else:
-            booking.start_s = now_s  # no prefill here that it could wait for
+            booking.start_s = now_s  # without a prefill here it does not wait for others
         self._line_up(booking)
         self._count(booking, 1)
         self._recent_work_s = self._decayed_work_s(now_s) + work_s
@@ -108,7 +108,7 @@ class ReplicaState:
         self._snapshot = None
 
     def release(self, booking: Booking) -> None:
-        """A booking ended. It may still be counted by a report to come, so an unseen one stays in line, weightless."""
+        """Ends a booking. An unseen one stays in line without weight, because a later report may still count it."""
         booking.is_released = True
         if booking.num_unseen:
             self._count(booking, -1, booking.num_unseen)
@@ -117,7 +117,7 @@ class ReplicaState:
         self._stats_now = self._snapshot = None
 
     def expire(self, now_s: float, expiry_s: float) -> list[Booking]:
-        """Drops bookings that reports should have shown by now; returns those that nobody has released."""
+        """Drops bookings that reports should have shown by now; returns those that were not released."""
         limit_s = min(now_s, self.reported_s) - expiry_s
         overdue = [booking for booking in self._unseen if max(booking.booked_s, booking.arrives_s) <= limit_s]
         if not overdue:
@@ -137,13 +137,13 @@ class ReplicaState:
         num_slots = self.max_num_seqs - stats.num_running + self._num_released
         num_free_tokens = stats.num_free_blocks * self.block_size + self._released_context_tokens
         if stats.num_waiting + self._num_unseen > num_slots or (stats.num_blocks and self._unseen_context_tokens > num_free_tokens):
-            # held up by slots or by blocks: prefill speed says nothing about when that ends
+            # slots or blocks are the bottleneck, so the prefill rate does not predict when requests start
             slots = max(0, num_slots)
             return max(stats.num_waiting + self._num_unseen - slots, self._num_unstarted(now_s))
         return self._num_unstarted(now_s)
 
     def next_start_s(self, now_s: float) -> float | None:
-        """When the next waiting request is predicted to start; None when nothing predicts it."""
+        """Predicted start of the next waiting request; None without a prediction."""
         starts = [booking.start_s for booking in self._unseen if booking.start_s > now_s and not booking.is_released]
         drain_s = self._reported_drain_s()
         if self.stats.num_waiting and drain_s > now_s - self.reported_s:
@@ -152,12 +152,12 @@ class ReplicaState:
         return min(starts, default=None)
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds of prefill queued here, those of held requests included. A first estimate, not the policy's."""
+        """Seconds of prefill queued here, held requests included. A first estimate; the policy makes its own."""
         return max(0.0, self.busy_until_s - now_s) + self.held_tokens / self.rates.prefill_tokens_per_s
 
     def recent_work_s(self, now_s: float) -> float:
-        """Prefill sent here lately. A replica that is known for less than the window is taken to go on as it began: else
-        a new one would look idle for minutes."""
+        """Seconds of prefill sent here lately. For a replica known for less than the window it is extrapolated, because a new replica
+        would otherwise look idle for minutes."""
         return self._decayed_work_s(now_s) * self._work_scale(now_s)
 
     def _work_scale(self, now_s: float) -> float:
@@ -168,13 +168,14 @@ class ReplicaState:
         return self._recent_work_s * exp((self._recent_at_s - now_s) / RECENT_WORK_S)
 
     def snapshot(self, now_s: float, num_cached_blocks: int, num_pending_blocks: int) -> ReplicaSnapshot:
-        """The policy's view. One without a match is kept for up to 0.1 s while nothing changes: thousands are asked for."""
+        """The policy's view. A snapshot without a prefix match is reused for up to 0.1 s while nothing changes, because decisions ask
+        for thousands."""
         is_plain = not (num_cached_blocks or num_pending_blocks or self.held_tokens)
         kept = self._snapshot
         if is_plain and kept is not None and 0 <= now_s - self._snapshot_at_s < _SNAPSHOT_AGE_S:
             return kept
         work_scale = self._work_scale(now_s)
-        made = ReplicaSnapshot(  # by position, in the order of the fields: names take twice as long
+        made = ReplicaSnapshot(  # by position, in the order of the fields: keywords take twice as long
             self.replica_id,
             self._current_stats(),
             self.max_num_seqs,
@@ -225,7 +226,7 @@ class ReplicaState:
         return estimate_s
 
     def _line_up(self, booking: Booking) -> None:
-        """In the order of arrival: what waits for another replica's KV comes after what is sent on at once."""
+        """Inserts in order of predicted arrival: a request that waits for another replica's KV arrives later."""
         position = len(self._unseen)
         while position and self._unseen[position - 1].arrives_s > booking.arrives_s:
             position -= 1
@@ -243,7 +244,7 @@ class ReplicaState:
                 self._unseen.popleft()
 
     def _count(self, booking: Booking, sign: int, num_choices: int | None = None) -> None:
-        """Adds a booking's load, or takes that of `num_choices` away; the prefill goes with the last of them."""
+        """Adds a booking's load, or removes the load of `num_choices`; its prefill is removed with the last choice."""
         total = booking.request.num_choices
         num = total if num_choices is None else num_choices
         left = booking.num_unseen - num
@@ -265,12 +266,12 @@ class ReplicaState:
         return self.stats.num_uncomputed_tokens / self.rates.prefill_tokens_per_s
 
     def _current_stats(self) -> ReplicaLoad:
-        """The last report's load, less what ended since, with the smoothed rates in place of the measured ones."""
+        """The last report's load without requests that ended since, and with smoothed rates instead of measured ones."""
         if self._stats_now is not None:
             return self._stats_now
         stats = self.stats
         rates = self.rates
-        self._stats_now = ReplicaLoad(  # by position, in the order of the fields: made anew for most decisions
+        self._stats_now = ReplicaLoad(  # by position, in the order of the fields: keywords take twice as long
             max(0, stats.num_running - self._num_released),
             stats.num_waiting,
             stats.num_uncomputed_tokens,

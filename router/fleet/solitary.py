@@ -1,4 +1,4 @@
-"""Requests that must run alone: they were present when replicas died, and may be why."""
+"""Requests that must run alone: they were present when replicas died, and may be the cause."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from router.snapshot import RoutingRequest
 class SolitaryRequests:
     """Owns these requests and the replica that each has reserved.
 
-    A reserved replica gets nothing else. Once what ran there has ended, the request is dispatched to it; when the request
-    is released, the replica is free again. The replica with the least to end is taken, one for each request.
+    A reserved replica gets no other requests. Once the requests there have ended, the solitary one is dispatched to it; its release
+    frees the replica again. Each request reserves the free replica with the fewest requests.
     """
 
     def __init__(self) -> None:
@@ -38,19 +38,19 @@ class SolitaryRequests:
         self._waiting[request.request_id] = (request, now_s)
 
     def take_older_than(self, submitted_s: float) -> list[RoutingRequest]:
-        """Takes out what waits since then or longer."""
+        """Removes and returns the requests that wait since `submitted_s` or longer."""
         overdue = [request for request, since_s in self._waiting.values() if since_s <= submitted_s]
         for request in overdue:
             self.end(request.request_id)
         return overdue
 
     def end(self, request_id: str) -> bool:
-        """It was cancelled, or released by its caller; False when it is none of these."""
+        """Forgets a request that was cancelled or released; False when it is unknown here."""
         is_waiting = self._waiting.pop(request_id, None) is not None
         return self._reserved.pop(request_id, None) is not None or is_waiting
 
     def take_ready(self, replicas: Iterable[ReplicaState]) -> list[tuple[RoutingRequest, ReplicaState]]:
-        """Reserves replicas among the usable ones given, and takes out the requests whose replica is empty."""
+        """Reserves replicas among the given usable ones; removes and returns the requests whose replica is empty."""
         usable = {replica.replica_id: replica for replica in replicas}
         ready: list[tuple[RoutingRequest, ReplicaState]] = []
         for request_id, (request, _) in list(self._waiting.items()):
@@ -61,7 +61,7 @@ class SolitaryRequests:
                 if not free:
                     self._reserved.pop(request_id, None)
                     continue
-                # One that failed it already is used only when there is no other.
+                # A replica that already failed the request is used only when there is no other.
                 replica = min(free, key=lambda state: (state.replica_id in request.excluded_replicas, state.num_present, state.replica_id))
                 self._reserved[request_id] = replica.replica_id
             if replica.num_present == 0:

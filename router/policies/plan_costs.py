@@ -1,4 +1,4 @@
-"""What a request costs where prefill and decode have pools of their own: by a pair of replicas, or by one that does it all."""
+"""The cost of a request where prefill and decode have separate pools: on a pair of replicas, or on one that does everything."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from router.snapshot import CandidateScore, ClusterSnapshot, ReplicaSnapshot, Ro
 
 
 class Plan(NamedTuple):
-    """Who does what, and what that costs."""
+    """One way to serve a request, with its cost."""
 
     computes: ReplicaSnapshot
-    """Computes the prompt."""
+    """The replica that computes the prompt."""
     runs: ReplicaSnapshot
-    """Goes on from there; the same replica unless it is a pair."""
+    """The replica that decodes; equal to `computes` unless the plan is a pair."""
     score: CandidateScore
     ttft_s: float
-    """From now to the first token, which comes from `computes`."""
+    """Time from now to the first token, which comes from `computes`."""
 
     @property
     def name(self) -> str:
@@ -29,49 +29,49 @@ class Plan(NamedTuple):
 
 
 class _Prefill(NamedTuple):
-    """One replica of the prefill pool as the first of a pair."""
+    """A replica of the prefill pool as the first of a pair."""
 
     replica: ReplicaSnapshot
     cost: float
     terms: Mapping[str, float]
     computed_s: float
     ready_s: float
-    """When the first token is there."""
+    """Time until the first token."""
 
 
 class _Decode(NamedTuple):
-    """One replica of the decode pool as the second of a pair."""
+    """A replica of the decode pool as the second of a pair."""
 
     replica: ReplicaSnapshot
     cost: float
     terms: Mapping[str, float]
     wait_s: float
-    """Until it has a slot and blocks."""
+    """Time until it has a slot and blocks."""
     transfer_s: float
     step_s: float
 
 
 class PlanCosts:
-    """Compares all plans in the same seconds, so that no fixed prompt length decides.
+    """Compares all plans by predicted seconds, instead of by a fixed limit on the prompt's length.
 
-    - A pair: the prefill replica's usual cost without decoding, then what the handoff holds the second token up, and the
-      decode replica's crowding. Transfer hides behind the prefill, and only what is left of it counts; blocks that the decode
-      replica holds do not move.
-    - A decode replica alone: the usual cost, with what its prefill adds to the steps of everything that decodes there: little
-      while it fits beside the reading of weights and KV, all of it when it is long. So a short uncached part is computed
-      there, a long one is not; where the line lies follows from measured rates, load and caches of both sides.
-    - A prefill replica alone: the usual cost, and on top each second of the answer, which the next prompts will hold up. That
-      is cheaper only while the decode pool is behind by about as long as an answer takes.
+    - A pair: the prefill replica's usual cost without decoding, plus the delay of the second token by the handoff, plus the
+      decode replica's crowding. Transfer overlaps with the prefill, so only the rest of it counts; blocks that the decode
+      replica already holds are not moved.
+    - A decode replica alone: the usual cost, plus the time that its prefill adds to the steps of all requests that decode there. This
+      is little while the prefill fits beside the reading of weights and KV, and all of the prefill when it is long. So the decode
+      replica computes a short uncached part but not a long one; the limit follows from measured rates, load and caches of both pools.
+    - A prefill replica alone: the usual cost, plus each second of the answer, because later prompts will delay it. This is cheaper
+      only while the decode pool is behind by about the duration of an answer.
     """
 
     def __init__(self, costs: ReplicaCosts) -> None:
         self._costs = costs
 
     def plans(self, request: RoutingRequest, snapshot: ClusterSnapshot) -> list[Plan]:
-        """Every replica alone; and of the pairs each prefill replica with its cheapest partner, and each decode replica with its."""
+        """Every replica alone, and the pairs of each prefill and each decode replica with its cheapest partner."""
         costs = self._costs
         first_prices = costs.prices(snapshot.prefill)
-        # A computed token is missing in the next burst wherever it is computed: it has one price.
+        # A computed token takes capacity from the next burst wherever it is computed, so it has one price.
         prices = costs.prices(snapshot.replicas)._replace(token_s=first_prices.token_s)
         decode_step_s = fmean([replica.stats.decode_step_s or 0.0 for replica in snapshot.replicas])
         plans = [self._alone(request, replica, snapshot.now_s, prices, decode_step_s) for replica in snapshot.replicas]
@@ -90,14 +90,14 @@ class PlanCosts:
     def _alone(self, request: RoutingRequest, replica: ReplicaSnapshot, now_s: float, prices: PoolPrices, decode_step_s: float) -> Plan:
         costs = self._costs
         num_outputs = costs.num_outputs(request)
-        if replica.role == "decode":  # what it expects comes from prefill replicas, too late for a request that starts now
+        if replica.role == "decode":  # its pending blocks come from prefill replicas, too late for a request that starts now
             replica = replica._replace(num_pending_blocks=replica.num_cached_blocks)
         score = costs.score(request, replica, now_s, num_outputs, prices, costs.due_s(request))
         step_s = replica.stats.decode_step_s or 0.0
         terms = dict(score.terms)
         ready_s = terms["wait"] + terms["prefill"] + terms["pending"]
         if replica.role == "prefill":
-            # one answer alone has short steps for now: no reason to think that they stay shorter than where many decode
+            # A prefill replica that decodes little has short steps now, but they will not stay shorter than the decode pool's.
             terms["misplaced"] = costs.weights.misplaced * num_outputs * max(step_s, decode_step_s)
         else:
             terms["crowding"] = self._crowding_s(request, replica, num_outputs)
@@ -114,7 +114,7 @@ class PlanCosts:
     def _prefill(self, request: RoutingRequest, replica: ReplicaSnapshot, now_s: float, prices: PoolPrices) -> _Prefill:
         score = self._costs.score(request, replica, now_s, 0, prices, self._costs.due_s(request))
         terms = dict(score.terms)
-        slowdown_s = terms.pop("slowdown")  # nothing decodes beside it
+        slowdown_s = terms.pop("slowdown")  # no request decodes there
         terms.pop("decode")
         computed_s = terms["prefill"] + terms["pending"]
         return _Prefill(replica, score.cost_s - slowdown_s, terms, computed_s, terms["wait"] + computed_s)
@@ -136,9 +136,9 @@ class PlanCosts:
         )
 
     def _crowding_s(self, request: RoutingRequest, replica: ReplicaSnapshot, num_outputs: int) -> float:
-        """What the answer takes longer beside all that decodes there: steps grow with the KV that they read and with their rows.
+        """The time that other decoding requests add to the answer: steps grow with their rows and the KV that they read.
 
-        Counts what is booked, so a burst spreads over the decode pool though no report shows it yet.
+        Bookings count too, so that a burst spreads over the decode pool before reports show it.
         """
         stats = replica.stats
         share = (num_requests(replica) + request.num_choices) / replica.max_num_seqs
@@ -151,7 +151,7 @@ class PlanCosts:
 
 
 def _handoff_s(first: _Prefill, second: _Decode) -> float:
-    """How long the second token waits for a slot, for KV that the prefill did not hide, and for the step that takes it in."""
+    """The delay of the second token: waiting for a slot, KV transfer beyond the prefill, and the first decode step."""
     return max(0.0, second.wait_s - first.ready_s, second.transfer_s - first.computed_s) + second.step_s
 
 

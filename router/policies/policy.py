@@ -1,8 +1,7 @@
-"""How a replica is chosen: the Protocol, and the classics that everything else is measured against.
+"""The policy Protocol, and the classic policies that serve as baselines.
 
-A policy is a pure function of (request, snapshot, seed): no clock, no I/O, no memory. Whatever looks like memory in a
-classic (the turn of round robin, the dice of power of two choices) comes in through the seed, which the router counts up
-by one a decision. All of them see bookings, so a burst spreads.
+A policy is a pure function of (request, snapshot, seed): no clock, no I/O, no memory. The turn of round robin and the random draws of
+power of two choices come from the seed, which the router increments with each decision. All policies see bookings, so a burst spreads.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from router.snapshot import CandidateLoad, ClusterSnapshot, Decision, ReplicaSna
 
 
 class Policy(Protocol):
-    """Chooses one replica of a snapshot that has at least one; the same inputs give the same decision."""
+    """Chooses one replica, or a pair, from a snapshot with at least one. The same inputs give the same decision."""
 
     @property
     def examines_all(self) -> bool:
-        """False lets the router pass only the replicas that a first estimate finds most promising."""
+        """False lets the router pass only the most promising replicas by a first estimate."""
         ...
 
     def choose(self, request: RoutingRequest, snapshot: ClusterSnapshot, seed: int) -> Decision: ...
 
 
 class PairedPools:
-    """Gives a classic two pools: its rule chooses in each of them, and the two make the pair."""
+    """Makes a classic policy choose pairs: its rule chooses one replica in each pool."""
 
     def __init__(self, rule: Policy) -> None:
         self._rule = rule
@@ -54,7 +53,7 @@ class PairedPools:
 
 
 class RoundRobin:
-    """Each in turn."""
+    """Chooses each replica in turn."""
 
     examines_all = True
 
@@ -64,7 +63,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The fewest requests in the replica, booked ones included; ties go to the least context, then to the lowest id."""
+    """Chooses the replica with the fewest requests, booked ones included; ties go to the fewest tokens, then to the lowest id."""
 
     examines_all = True
 
@@ -73,7 +72,7 @@ class LeastLoaded:
 
 
 class PowerOfTwo:
-    """The less loaded of two drawn at random (Mitzenmacher, IEEE TPDS 12(10), 2001)."""
+    """Chooses the less loaded of two random replicas (Mitzenmacher, IEEE TPDS 12(10), 2001)."""
 
     examines_all = True
 
@@ -84,12 +83,12 @@ class PowerOfTwo:
 
 
 class LongestPrefix:
-    """The longest cached (or soon cached) prefix among replicas under a load cap; ties go to the least loaded, then to the
-    one with the least work lately.
+    """Chooses the longest cached (or soon cached) prefix among replicas under a load cap; ties go to the least loaded, then to the
+    one with the least recent work.
 
-    The cap is `max_ratio` times the mean load plus `slack`, the rule of consistent hashing with bounded loads
+    The cap is `max_ratio` times the mean load plus `slack_tokens`, the rule of consistent hashing with bounded loads
     (arXiv 1608.01350); load is tokens in the replica. A match shorter than `min_share` of the prompt counts as none, as in
-    SGLang's router: a system prompt that everybody shares is no reason to go anywhere.
+    SGLang's router: a system prompt that all requests share must not decide.
     """
 
     examines_all = True
@@ -113,9 +112,9 @@ class LongestPrefix:
 
 
 class ConsistentHash:
-    """Rendezvous hashing of the prompt's first blocks (Thaler and Ravishankar, IEEE/ACM ToN 6(1), 1998), loads ignored.
+    """Rendezvous hashing of the prompt's first blocks (Thaler and Ravishankar, IEEE/ACM ToN 6(1), 1998); ignores load.
 
-    `num_blocks` of the prompt make the key, so that conversations with one system prompt still part.
+    The first `num_blocks` blocks are the key, so that conversations with the same system prompt are still spread.
     """
 
     examines_all = True
@@ -130,7 +129,7 @@ class ConsistentHash:
 
 
 def rendezvous_weight(key: bytes, replica_id: str) -> int:
-    """A fixed random number for the pair; the replica with the largest owns the key."""
+    """A fixed pseudo-random number for a key and a replica; the replica with the largest number owns the key."""
     return int.from_bytes(hashlib.blake2b(replica_id.encode(), key=key[:64], digest_size=8).digest(), "big")
 
 
@@ -140,23 +139,23 @@ def num_requests(replica: ReplicaSnapshot) -> int:
 
 
 def num_tokens(replica: ReplicaSnapshot) -> int:
-    """Tokens in its KV, plus those that wait to be computed, plus those on their way."""
+    """Tokens in the replica's KV, waiting to be computed there, or on their way."""
     stats = replica.stats
     return stats.num_context_tokens + stats.num_uncomputed_tokens + replica.num_booked_context_tokens
 
 
 def load_order(replica: ReplicaSnapshot) -> tuple[int, int, str]:
-    """Sorts the idlest first."""
+    """Sort key: the least loaded replica first."""
     return num_requests(replica), num_tokens(replica), replica.replica_id
 
 
 def cached_tokens(request: RoutingRequest, replica: ReplicaSnapshot) -> int:
-    """Of the prompt, as reported."""
+    """Prompt tokens that the replica reported as cached."""
     return min(replica.num_cached_blocks * replica.block_size, request.num_prompt_tokens)
 
 
 def prefix_key(request: RoutingRequest, replicas: Sequence[ReplicaSnapshot]) -> bytes:
-    """The prompt's first block that none of the replicas holds or will hold soon; without blocks, the request's own id."""
+    """Key of the prompt's first block that no replica holds or will hold soon; the request's id when it has no full block."""
     keys = request.block_keys
     if not keys:
         return request.request_id.encode()
@@ -168,7 +167,7 @@ _NUM_SHOWN = 8
 
 
 def _decision(request: RoutingRequest, chosen: ReplicaSnapshot, snapshot: ClusterSnapshot) -> Decision:
-    """A classic explains itself by the loads that it saw: of the first candidates, and of the chosen."""
+    """A decision with the loads of the first candidates and of the chosen one as its explanation."""
     shown = snapshot.replicas[:_NUM_SHOWN]
     if chosen not in shown:
         shown = (*shown, chosen)

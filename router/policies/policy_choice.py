@@ -1,4 +1,4 @@
-"""From the name in the configuration to the policy."""
+"""Makes the policy that the configuration names."""
 
 from __future__ import annotations
 

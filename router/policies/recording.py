@@ -1,4 +1,4 @@
-"""Decisions with everything they were made from, as JSON lines; and the same decisions made again from them."""
+"""Writes decisions with all their inputs as JSON lines, reads them, and replays them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DecisionRecorder:
 
 
 def read_records(lines: Iterable[str]) -> Iterator[DecisionRecord]:
-    """Records in order; raises ValueError naming the line that is none."""
+    """Records in order. Raises ValueError with the number of an invalid line."""
     for number, line in enumerate(lines, 1):
         try:
             yield _record(json.loads(line))
@@ -53,7 +53,7 @@ def read_records(lines: Iterable[str]) -> Iterator[DecisionRecord]:
 
 
 def replay(records: Iterable[DecisionRecord], policy: Policy) -> Iterator[tuple[DecisionRecord, Decision]]:
-    """Each record with the decision that `policy` makes of it now; an unchanged policy gives the recorded one."""
+    """Each record with the decision of `policy` for the same inputs; an unchanged policy gives the recorded one."""
     for record in records:
         yield record, policy.choose(record.request, record.snapshot, record.seed)
 
@@ -86,7 +86,7 @@ def _replicas(fields: Iterable[dict[str, Any]]) -> tuple[ReplicaSnapshot, ...]:
 
 
 def _load(stats: dict[str, Any]) -> ReplicaLoad:
-    """Older records hold all of a replica's statistics."""
+    """Records of older versions hold all of a replica's statistics."""
     return ReplicaLoad(**{name: stats[name] for name in ReplicaLoad._fields})
 
 

@@ -1,4 +1,4 @@
-"""What it costs, in seconds, that one replica serves a request."""
+"""The cost, in seconds, of serving a request on one replica."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ _TERMS_IN_TIME = (*_TERMS, "overdue")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringWeights:
-    """How much a second of each kind counts. 1 is a second of this request's own time to first token."""
+    """Weight of a second of each kind. Weight 1 is a second of this request's own time to first token."""
 
     capacity: float = 16.0
-    """A second of prefill at the replicas' mean rate, once they are busy a quarter of the time: what is computed twice is
-    missing in the next burst, which the mean of the last minutes does not show. Less in proportion where they are idler:
-    there a burst finds room, and nobody waits for the sake of others."""
+    """A second of prefill at the replicas' mean rate, once they are busy a quarter of the time: work done twice is capacity that the
+    next burst lacks, and the mean load of the last minutes does not show bursts. The weight falls in proportion to the load below
+    that: idle replicas have room for a burst, so no request should wait to save their capacity."""
     slowdown: float = 0.25
-    """A second of prefill, for each request that decodes beside it: chunked prefill stretches their steps, so all of their
-    answers take that much longer (a second of which counts as in `decode`)."""
+    """A second of prefill, per request that decodes on the replica: chunked prefill stretches its steps, so every answer there takes
+    that much longer (each second weighted as in `decode`)."""
     queueing: float = 4.0
-    """A second of prefill, for each second that it keeps those waiting who come while the replica is busy: utilization /
+    """A second of prefill, per second that it delays requests that arrive while the replica is busy: utilization /
     (1 - utilization) of them with random arrivals, and several times that with arrivals as bursty as real ones."""
     eviction: float = 2.0
-    """A second of recomputing what the new blocks push out of the cache, and later what is pushed out in turn."""
+    """A second of recomputing the blocks that the new ones evict, and the blocks that these evict in turn."""
     pending: float = 0.9
-    """A second of prefill that blocks booked but not reported yet are expected to save."""
+    """A second of prefill that booked but not yet reported blocks are expected to save."""
     decode: float = 0.25
-    """A second that the answer takes longer because the replica's decode step is slower."""
+    """A second by which the answer takes longer because of the replica's decode step."""
     interference: float = 4.0
-    """A second by which prefill in the decode pool stretches steps there, for each request that decodes beside it: the pool is
-    there so that nothing holds answers up. At 0.25, as in `slowdown`, half of the long prompts went there under load."""
+    """A second by which prefill in the decode pool stretches steps, per request that decodes there: the pool exists so that nothing
+    delays answers. At 0.25, as in `slowdown`, half of the long prompts were computed there under load."""
     misplaced: float = 1.0
-    """A second that the answer takes when it is decoded in the prefill pool, whose next prompts will hold it up. Only with pools."""
+    """A second of an answer that is decoded in the prefill pool, where later prompts delay it. Only with pools."""
     balance: float = 0.1
-    """A second of work sent to the replica lately, beyond `tolerance` above the least of the candidates."""
+    """A second of recent work on the replica beyond the candidates' least plus `tolerance`."""
     tolerance: float = 0.04
-    """Share by which recent work may differ before affinity yields to it; below, it only settles where cold prompts go."""
+    """Share by which recent work may differ before affinity yields to it; below, it only decides where cold prompts go."""
     overdue: float = 1.0
-    """A second by which the first token is predicted to miss its deadline, on top of the wait itself."""
+    """A second by which the first token is predicted to miss its deadline, in addition to the wait itself."""
     miss_s: float = 20.0
-    """What missing a deadline costs, by however little: affinity is no reason to do so where another replica is in time."""
+    """Fixed cost of missing a deadline by any amount, so that affinity does not outweigh a miss when another replica is in time."""
 
 
 class PoolPrices(NamedTuple):
-    """What work costs in one pool at one moment, whichever replica does it."""
+    """The cost of work in one pool at one moment, equal for all its replicas."""
 
     least_work_s: float
-    """Recent work of the replica that had the least."""
+    """Recent work of the replica with the least."""
     num_behind: float
-    """Seconds lost by those who come while a replica is busy, for each second that it is."""
+    """Seconds of delay for requests that arrive while a replica is busy, per second of its work."""
     token_s: float
-    """Capacity that one computed token takes."""
+    """Cost in seconds of the capacity that one computed token takes."""
 
 
 class ReplicaCosts:
-    """Cost = wait + prefill of what is not cached + capacity + slow-down of others + eviction + slower decode + imbalance."""
+    """Cost = wait + prefill of uncached tokens + capacity + queueing + slow-down of others + eviction + decode + imbalance."""
 
     def __init__(self, weights: ScoringWeights, *, expected_output_tokens: int, default_ttft_slo_s: float) -> None:
         self.weights = weights
@@ -84,7 +84,7 @@ class ReplicaCosts:
         return min(request.max_tokens, self._expected_output_tokens * request.num_choices)
 
     def due_s(self, request: RoutingRequest) -> float | None:
-        """When its first token is due; None when nothing says so."""
+        """When the first token is due; None when the request has neither a deadline nor an arrival time."""
         if request.deadline_s is None and request.arrival_s:
             return request.arrival_s + self._default_ttft_slo_s
         return request.deadline_s
@@ -98,9 +98,9 @@ class ReplicaCosts:
         prices: PoolPrices,
         due_s: float | None,
     ) -> CandidateScore:
-        """What it costs that this replica does all of the request; with `num_outputs` 0, that it computes the prompt."""
-        # Runs for each candidate of each decision: plain comparisons, because calls of min and max are half of its time, and
-        # tuples taken apart at once, because reading a field by its name takes ten times as long.
+        """The cost of the whole request on this replica; with `num_outputs` 0, of computing its prompt."""
+        # Runs for each candidate of each decision. Plain comparisons, because calls of min and max would take half of its time;
+        # tuples unpacked at once, because reading a field by name takes ten times as long.
         weights = self.weights
         least_work_s, num_behind, token_s = prices
         replica_id, stats, _, size, num_cached_blocks, num_pending_blocks, _, _, _, recent_work_s, recent_work_scale, _, _ = replica
@@ -117,7 +117,7 @@ class ReplicaCosts:
         pending_weight = weights.pending
         pending_s = -pending_weight * num_pending / rate if num_pending else 0.0
         computed_s = prefill_s + pending_s
-        # blocks that are neither held nor worth keeping are taken first; what is beyond them evicts
+        # blocks that are neither held nor findable are taken first; further ones evict
         num_blank_blocks = num_blocks - num_findable_blocks
         if num_blank_blocks > num_free_blocks:
             num_blank_blocks = num_free_blocks
@@ -127,7 +127,7 @@ class ReplicaCosts:
         queueing_s = num_behind * computed_s
         slowdown_s = weights.slowdown * num_running * computed_s
         decode_s = weights.decode * num_outputs * step_s
-        # What one prompt more or less would have been extrapolated to says nothing: in the first minutes that is a lot.
+        # The extrapolated work of a single prompt is noise, and large in a replica's first minutes: subtract it.
         ahead_s = recent_work_s - least_work_s - (recent_work_scale - 1.0) * request.num_prompt_tokens / rate
         if ahead_s < 0:
             ahead_s = 0.0
@@ -142,9 +142,9 @@ class ReplicaCosts:
         return CandidateScore(replica_id, cost + overdue_s, _TERMS_IN_TIME, (*seconds, overdue_s))
 
     def wait_s(self, request: RoutingRequest, replica: ReplicaSnapshot, num_uncached: int, num_outputs: int) -> float:
-        """Prefill queued before this request; or, if longer, until a slot and enough blocks come free.
+        """Seconds of prefill queued before this request; or, if longer, the time until a slot and enough blocks are free.
 
-        Little's law gives the latter: what is held leaves within the time that one answer takes.
+        Little's law gives the latter: everything held now leaves within the duration of one answer.
         """
         _, stats, max_num_seqs, size, _, _, num_booked, num_booked_prefill, num_booked_context, _, _, report_age_s, _ = replica
         num_running, num_waiting, num_uncomputed, _, num_blocks, num_free_blocks, _, rate_or_none, step_or_none, _ = stats

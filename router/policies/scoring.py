@@ -1,4 +1,4 @@
-"""The router's own policy: every candidate costs so many seconds, and the cheapest gets the request."""
+"""The default policy: predicts each candidate's cost in seconds and chooses the cheapest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from router.snapshot import ClusterSnapshot, Decision, RoutingRequest
 
 
 class ScoringPolicy:
-    """Takes the cheapest replica (`ReplicaCosts`); with pools, the cheapest plan (`PlanCosts`).
+    """Chooses the cheapest replica (`ReplicaCosts`); with pools, the cheapest plan (`PlanCosts`).
 
-    Affinity is only the prefill that a cached prefix saves, with what it saves others; so it yields as soon as the chosen
-    replica's own wait costs more, and a prefix that every replica holds favours none. Ties (within `tie_s`) go by rendezvous
-    hash of the first block that nobody holds.
+    Affinity is only the prefill that a cached prefix saves this request and others. So it yields as soon as the replica's own wait
+    costs more, and a prefix that every replica holds favours none. Ties (within `tie_s`) are broken by a rendezvous hash of the first
+    block that no replica holds.
     """
 
     examines_all = False
@@ -26,7 +26,7 @@ class ScoringPolicy:
         default_ttft_slo_s: float = 10.0,
         tie_s: float = 1e-4,
     ) -> None:
-        """`default_ttft_slo_s` after its arrival a request without a deadline counts as overdue."""
+        """A request without a deadline counts as overdue `default_ttft_slo_s` after its arrival."""
         self._costs = ReplicaCosts(
             weights if weights is not None else ScoringWeights(),
             expected_output_tokens=expected_output_tokens,

@@ -1,4 +1,4 @@
-"""`python -m router.simulator`: replays a trace and writes what came of it."""
+"""`python -m router.simulator`: replays a trace and writes the results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("router.simulator")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status; what the user got wrong is one line on stderr."""
+    """Returns the exit status; user errors are one line on stderr."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
@@ -42,24 +42,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--policy", choices=POLICIES, default="scoring")
     parser.add_argument("--compare", action="store_true", help="run every policy, print a table and draw it")
     parser.add_argument("--mode", choices=("unified", "disaggregated"), default="unified")
-    parser.add_argument("--replicas", type=int, default=4, help="of a unified model")
+    parser.add_argument("--replicas", type=int, default=4, help="replicas of a unified model")
     parser.add_argument("--prefill", type=int, default=2, help="replicas of the prefill pool of a disaggregated model")
     parser.add_argument("--decode", type=int, default=2, help="replicas of its decode pool")
     parser.add_argument("--bandwidth", type=float, default=50e9, help="bytes/s from one prefill replica to one decode replica")
-    parser.add_argument("--prefill-max-num-batched-tokens", type=int, help="in the prefill pool; as elsewhere by default")
-    parser.add_argument("--blocks-per-replica", type=int, help="KV blocks a replica; what fits the device by default")
-    parser.add_argument("--block-size", type=int, default=512, help="tokens a block; must divide 512")
-    parser.add_argument("--speedup", type=float, default=1.0, help="arrivals come this many times as fast")
-    parser.add_argument("--limit", type=int, help="only the first so many requests")
-    parser.add_argument("--tenants", type=int, default=1, help="deal requests out to so many tenants")
+    parser.add_argument("--prefill-max-num-batched-tokens", type=int, help="token budget of a prefill replica; default: as elsewhere")
+    parser.add_argument("--blocks-per-replica", type=int, help="KV blocks per replica; default: as many as fit the device")
+    parser.add_argument("--block-size", type=int, default=512, help="tokens per block; must divide 512")
+    parser.add_argument("--speedup", type=float, default=1.0, help="factor by which arrivals are faster than in the trace")
+    parser.add_argument("--limit", type=int, help="replay only this many requests")
+    parser.add_argument("--tenants", type=int, default=1, help="number of tenants that requests are dealt out to in turn")
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--device", choices=DEVICES, default="h100")
     parser.add_argument("--devices-per-replica", type=int, help="default: as few as hold the weights in half of their memory")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2_048)
-    parser.add_argument("--max-num-mixed-tokens", type=int, help="of a step in which requests decode; as of others by default")
-    parser.add_argument("--max-wait", type=float, help="shed requests that would wait longer, in seconds")
-    parser.add_argument("--no-deadlines", action="store_true", help="requests carry no TTFT limit as their deadline")
+    parser.add_argument("--max-num-mixed-tokens", type=int, help="token budget of a step in which requests decode; default: as of others")
+    parser.add_argument("--max-wait", type=float, help="reject requests with a longer predicted wait, in seconds")
+    parser.add_argument("--no-deadlines", action="store_true", help="requests do not carry their TTFT limit as a deadline")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--picture", type=Path, help="with --compare: write the chart here (PNG)")

@@ -1,4 +1,4 @@
-"""Runs a trace under one policy or all of them, and puts the figures side by side."""
+"""Runs a trace under a policy and gives its figures, and finds the load at which a policy saturates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 def router_config(policy: PolicyName, base: RouterConfig | None = None) -> RouterConfig:
-    """Our policy with the whole of admission; a classic as its users run it: first come, first served, and sent on at once."""
+    """`scoring` with full admission control; classic policies as usually deployed: in order of arrival, dispatched at once."""
     config = replace(base if base is not None else RouterConfig(), policy=policy)
     if policy == "scoring":
         return config
@@ -32,7 +32,7 @@ def run_policy(
     base: RouterConfig | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> dict[str, object]:
-    """One run's figures. All but `wall` are the same each time."""
+    """One run's figures. All except `wall` are deterministic."""
     chosen = router_config(policy, base)
     result = Simulation(config, chosen, make_policy(chosen), timer).run(trace, on_progress)
     return {
@@ -63,9 +63,9 @@ def find_saturation(
     num_rounds: int = 6,
     max_overhang: float = 0.05,
 ) -> float:
-    """The largest speed-up at which `policy` keeps up: all is done within `1 + max_overhang` of the arrivals' span.
+    """The largest speed-up at which `policy` keeps up: all requests end within `1 + max_overhang` times the span of arrivals.
 
-    Bisects between `low` (must keep up) and `high` (must not) on a logarithmic scale; raises ValueError when they do not
+    Bisects between `low` (must keep up) and `high` (must not) on a logarithmic scale. Raises ValueError when they do not
     bracket the answer.
     """
 

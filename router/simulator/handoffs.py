@@ -1,4 +1,4 @@
-"""KV on its way from prefill to decode replicas, with links of a given speed."""
+"""KV transfers from prefill to decode replicas, over links of a given speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replicas.request import RequestKey
 from router.simulator.replica import SimulatedReplica
 
 Schedule = Callable[[float, Callable[[], None]], None]
-"""Has something done at a time of the simulation."""
+"""Schedules a call at a time of the simulation."""
 
 
 @dataclass(slots=True)
@@ -19,22 +19,22 @@ class _Handoff:
     target: SimulatedReplica
     num_tokens: int
     num_computed: int = 0  # readable at the source
-    num_moved: int | None = None  # at the target, cached ones among them; None before it has room
+    num_moved: int | None = None  # tokens at the target, including cached ones; None before it has room
     is_moving: bool = False
     moving_s: float = 0.0
     moved_tokens: int = 0
 
 
 class SimulatedHandoffs:
-    """Owns every handoff that is under way, and when the link of each pair is free.
+    """Owns every handoff under way, and the time when the link of each pair is free.
 
-    As live, the target pulls: once it has blocks, it takes what is readable at the source and not cached at its own, chunk by
-    chunk while the prefill goes on. The source's blocks stay held until all is moved. Handoffs of one pair of replicas share
-    its link, one after the other.
+    As in production, the target pulls: once it has blocks, it reads the tokens that are readable at the source and that it has not
+    cached, chunk by chunk during the prefill. The source's blocks stay held until everything is moved. Handoffs of one pair of replicas
+    use its link one at a time.
     """
 
     def __init__(self, token_s: float, schedule: Schedule, on_arrival: Callable[[SimulatedReplica], None]) -> None:
-        """`token_s`: seconds that the KV of one token takes. `on_arrival` is called with a target that got all of a prompt."""
+        """`token_s`: transfer time of the KV of one token. `on_arrival` is called with a target that has a prompt's whole KV."""
         self._token_s = token_s
         self._schedule = schedule
         self._on_arrival = on_arrival
@@ -49,7 +49,7 @@ class SimulatedHandoffs:
     def note_computed(
         self, key: RequestKey, num_computed: int, num_tokens: int, source: SimulatedReplica, target: SimulatedReplica, now_s: float
     ) -> bool:
-        """The source has computed the first `num_computed` of the prompt's `num_tokens`; True the first time."""
+        """Records that the source computed the first `num_computed` of the prompt's `num_tokens`; True for a new handoff."""
         handoff = self._handoffs.get(key)
         is_new = handoff is None
         if handoff is None:
@@ -59,14 +59,14 @@ class SimulatedHandoffs:
         return is_new
 
     def note_room(self, key: RequestKey, num_cached: int, now_s: float) -> None:
-        """The target has blocks for the request, the first `num_cached` tokens in them."""
+        """Records that the target has blocks for the request, with the first `num_cached` tokens cached."""
         handoff = self._handoffs.get(key)
         if handoff is not None:
             handoff.num_moved = num_cached
             self._move(key, handoff, now_s)
 
     def drop(self, key: RequestKey) -> bool:
-        """The first token ended the request: nobody goes on from its KV. False when it is not handed over."""
+        """Drops the handoff of a request that ended with its first token. False when the request has no handoff."""
         handoff = self._handoffs.pop(key, None)
         if handoff is None:
             return False

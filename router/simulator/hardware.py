@@ -1,4 +1,4 @@
-"""How long a step takes: a roofline for each kind of operator, from published sizes and speeds."""
+"""The duration of a step: a roofline per kind of operator, from published sizes and speeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """What a step's cost depends on. From the models' published config.json."""
+    """The sizes of a model that determine a step's cost, from its published config.json."""
 
     name: str
     num_params: float
@@ -28,17 +28,17 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What one replica runs on. Peak figures are the makers'; the shares that are reached are assumptions, stated here."""
+    """A device that replicas run on. Peak figures are the vendors'; the shares that are reached are assumptions."""
 
     name: str
     flops_per_s: float
     bytes_per_s: float
     memory_bytes: float
     compute_share: float
-    """Of the peak, reached by large matrix products."""
+    """Share of the peak that large matrix products reach."""
     bandwidth_share: float
     overhead_s: float
-    """Of one step whatever it holds: launches, sampling, communication between devices."""
+    """Fixed time per step: launches, sampling, communication between devices."""
 
 
 MODELS = {
@@ -69,7 +69,7 @@ DEVICES = {
         bandwidth_share=0.8,
         overhead_s=0.004,
     ),
-    # Two Zen 5 cores as measured with this model: 900 GFLOP/s bf16, 40 GB/s (some of the weights stay in cache).
+    # Two Zen 5 cores, measured with the 135m model: 900 GFLOP/s bf16, 40 GB/s (some of the weights stay in cache).
     "cpu": Device(
         name="2 Zen 5 cores",
         flops_per_s=900e9,
@@ -83,10 +83,10 @@ DEVICES = {
 
 
 class StepTimer:
-    """Seconds of one step of `model` on `num_devices` of `device`, which share the work evenly.
+    """Predicts the seconds of one step of `model` on `num_devices` of `device`, which share the work evenly.
 
     Linear layers and attention are separate operators, each bound by compute or by memory (the roofline model, Williams et
-    al., CACM 52(4), 2009); their times add up. Tokens of one chunk read its context once.
+    al., CACM 52(4), 2009); their times add up. The tokens of a chunk read its context once.
     """
 
     def __init__(self, model: ModelSize, device: Device, num_devices: int = 1) -> None:
@@ -99,7 +99,7 @@ class StepTimer:
         self._weights_s = model.weight_bytes / self._bytes_per_s
 
     def step_s(self, num_tokens: int, num_attended: float, num_context_tokens: int) -> float:
-        """`num_attended`: (query, key) pairs over all chunks. `num_context_tokens`: keys read, each chunk's context once."""
+        """Seconds of a step. `num_attended`: (query, key) pairs over all chunks; `num_context_tokens`: keys read, once per chunk."""
         linear_s = max(2.0 * self.model.num_params * num_tokens / self._flops_per_s, self._weights_s)
         attention_s = max(
             self._attention_flops * num_attended / self._flops_per_s,
@@ -109,10 +109,10 @@ class StepTimer:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Peak rate of short prompts, before attention counts: a prior for the router."""
+        """Rate of short prompts, where attention is negligible: a prior for the router."""
         return self._flops_per_s / (2.0 * self.model.num_params)
 
     def num_blocks(self, block_size: int, memory_share: float = 0.9) -> int:
-        """KV blocks that fit beside the weights."""
+        """KV blocks that fit in memory beside the weights."""
         left = self.device.memory_bytes * self.num_devices * memory_share - self.model.weight_bytes
         return max(1, int(left / (self.model.kv_bytes_per_token * block_size)))

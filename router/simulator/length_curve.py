@@ -1,4 +1,4 @@
-"""A distribution of lengths, given by a few of its quantiles."""
+"""A distribution of lengths, defined by a few quantiles."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from math import exp, log
 
 
 class LengthCurve:
-    """Quantiles of a positive quantity. Between two of them its logarithm is even: each doubling is as likely as the next."""
+    """The distribution of a positive quantity by its quantiles. Between two quantiles its logarithm is uniform."""
 
     def __init__(self, *quantiles: tuple[float, float]) -> None:
-        """`quantiles` are (share, value), both ascending; the first share is 0 (the least value) and the last 1 (the greatest).
+        """`quantiles` are (share, value), both ascending; the first share is 0 (the minimum) and the last 1 (the maximum).
 
-        Raises ValueError when they are not.
+        Raises ValueError otherwise.
         """
         self._shares = [share for share, _ in quantiles]
         self._values = [value for _, value in quantiles]
@@ -21,14 +21,14 @@ class LengthCurve:
             raise ValueError(f"quantiles must ascend from share 0 to share 1 with values above 0, got {quantiles}")
 
     def value(self, share: float) -> float:
-        """The value below which `share` (0 to 1) of all lie."""
+        """The value that a share (0 to 1) of the distribution lies below."""
         above = min(bisect_right(self._shares, share), len(self._shares) - 1)
         low, high = self._values[above - 1], self._values[above]
         within = (share - self._shares[above - 1]) / (self._shares[above] - self._shares[above - 1])
         return low * exp(within * log(high / low))
 
     def mean(self) -> float:
-        """Exact: the integral of `value` over all shares."""
+        """The exact mean: the integral of `value` over all shares."""
         total = 0.0
         for index in range(1, len(self._shares)):
             low, high = self._values[index - 1], self._values[index]

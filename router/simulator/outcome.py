@@ -1,4 +1,4 @@
-"""What became of each request, and what a run amounts to."""
+"""The outcome of each request, and the figures of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutcome:
-    """One request's times, in seconds of the simulation; None where it never came to that."""
+    """One request's times, in seconds of the simulation; None for events that did not happen."""
 
     request_id: str
     tenant: str
@@ -21,7 +21,7 @@ class RequestOutcome:
     tpot_limit_s: float
     replica_id: str | None = None
     prefill_replica_id: str | None = None
-    """Set when a pair served it."""
+    """Set when a pair served the request."""
     dispatch_s: float | None = None
     first_token_s: float | None = None
     end_s: float | None = None
@@ -43,13 +43,13 @@ class RequestOutcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether it met both limits."""
+        """Whether the request met both limits."""
         ttft_s, tpot_s = self.ttft_s, self.tpot_s
         return ttft_s is not None and ttft_s <= self.ttft_limit_s and (tpot_s is None or tpot_s <= self.tpot_limit_s)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median, p90 and p99 (nearest rank); empty when there are no values."""
+    """Mean, median, p90, p99 (nearest rank) and maximum; empty without values."""
     if not values:
         return {}
     ranked = sorted(values)
@@ -59,7 +59,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def jain_index(values: Sequence[float]) -> float:
-    """Fairness of shares: 1 when all are equal, 1/n when one has all (Jain et al., DEC-TR-301, 1984)."""
+    """Fairness of shares: 1 when all are equal, 1/n when one has everything (Jain et al., DEC-TR-301, 1984)."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
@@ -69,8 +69,8 @@ def summarize(
 ) -> dict[str, object]:
     """A run's figures as plain JSON values.
 
-    `strict_uncached` = (seconds, seconds a token) also counts goodput against a limit that grows with the tokens that this
-    very run did not find cached; the limit in the outcomes is the same for every policy.
+    `strict_uncached` = (seconds, seconds per token) also counts goodput against a limit that grows with the tokens that were
+    uncached in this run; the limit in the outcomes is the same for every policy.
     """
     served = [outcome for outcome in outcomes if outcome.first_token_s is not None]
     num_prompt = sum(outcome.num_prompt_tokens for outcome in served)

@@ -1,4 +1,4 @@
-"""Bar charts of a comparison. matplotlib is needed only here."""
+"""Charts of policies. matplotlib is needed only here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PANELS = (
 
 
 def draw_comparison(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """One panel a figure, one bar a policy; writes a PNG to `path`."""
+    """Writes a PNG to `path` with one panel per figure and one bar per policy."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -40,7 +40,7 @@ def draw_comparison(runs: Sequence[dict[str, Any]], title: str, path: Path) -> N
 
 
 def draw_goodput(loads: Sequence[float], shares: dict[str, Sequence[float]], title: str, path: Path) -> None:
-    """Share of requests within SLO against load (1 = saturation), a line a policy; writes a PNG to `path`."""
+    """Writes a PNG to `path`: share of requests within SLO against load (1 = saturation), one line per policy."""
     import matplotlib as mpl
 
     mpl.use("Agg")

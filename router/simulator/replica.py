@@ -1,4 +1,4 @@
-"""A replica whose engine is real but for the model: its own scheduler and block pool, and a clock that a roofline moves."""
+"""A simulated replica: the engine's scheduler and block pool, with a roofline in place of the model."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from replicas.stats import ReplicaReport, ReplicaStats
 from router.simulator.hardware import StepTimer
 
 _EVENT_CAPACITY = 4_096
-"""Enough for the changes between two reports; a replica that outruns it resyncs, as live."""
+"""Enough for the changes between two reports; a replica that exceeds it resyncs, as in production."""
 
 OUTPUT_TOKEN = -1
-"""Every generated token. It never equals a trace's, so nothing generated is found as somebody's prefix."""
+"""Every generated token. It differs from all tokens of traces, so generated tokens never match a prompt's prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What a finished step gave."""
+class SimulatedStep:
+    """The result of a finished step."""
 
     progress: tuple[RequestProgress, ...]
     readable: tuple[tuple[RequestKey, int], ...] = ()
-    """Requests that hand over their KV, with how many of their tokens are computed now."""
+    """Requests that hand over their KV, with their number of computed tokens."""
 
 
 class SimulatedReplica:
-    """Owns one scheduler and pool. `begin_step` plans and says how long it takes, `finish_step` brings the tokens."""
+    """Owns one scheduler and pool. `begin_step` plans a step and returns its duration; `finish_step` returns its tokens."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class SimulatedReplica:
         self._needs_full_state = False
         self._statistics = StepStatistics()
         self._transfer_rate = TransferRate()
-        self._lent: dict[RequestKey, list[int]] = {}  # blocks that another replica reads
-        self._arrived: list[tuple[RequestKey, int]] = []  # loads that end before the next step, with their tokens
+        self._lent: dict[RequestKey, list[int]] = {}  # request -> blocks that another replica reads
+        self._arrived: list[tuple[RequestKey, int]] = []  # loads that end before the next step, with their number of tokens
         self.busy_s = 0.0
         self.has_changed = True  # since the last report
 
@@ -71,22 +71,22 @@ class SimulatedReplica:
         self.has_changed = True
 
     def add_handoff(self, request: GenerationRequest) -> None:
-        """A request whose prompt another replica computes: it waits for room, then for `note_arrived`."""
+        """Adds a request whose prompt another replica computes: it waits for room, then for `note_arrived`."""
         self.add(request)
         self.scheduler.expect_load(request.key)
 
     def take_loads(self) -> list[tuple[RequestKey, int]]:
-        """Requests of `add_handoff` that have got room since the last call, with the tokens that were cached."""
+        """Requests of `add_handoff` that got room since the last call, with their number of cached tokens."""
         return [(state.key, state.num_computed_tokens) for state in self.scheduler.take_loads()]
 
     def note_arrived(self, key: RequestKey, num_tokens: int, num_moved: int, moving_s: float) -> None:
-        """A request's KV is there: it decodes from the next step on."""
+        """Records that a request's KV has arrived: it decodes from the next step on."""
         self._arrived.append((key, num_tokens))
         self._transfer_rate.add(num_moved, moving_s)
         self.has_changed = True
 
     def return_blocks(self, key: RequestKey) -> None:
-        """Nobody reads the request's KV any longer."""
+        """Releases the blocks of a request whose KV is no longer read."""
         self.pool.release(self._lent.pop(key))
         self.has_changed = True
 
@@ -112,7 +112,7 @@ class SimulatedReplica:
         self._statistics.add(StepOutput(progress=tuple(self.scheduler.take_ended())))
         return None
 
-    def finish_step(self) -> StepResult:
+    def finish_step(self) -> SimulatedStep:
         plan = self._plan
         assert plan is not None, "no step is under way"
         self._plan = None
@@ -132,14 +132,14 @@ class SimulatedReplica:
             )
         )
         self.has_changed = True
-        return StepResult(progress=progress, readable=readable)
+        return SimulatedStep(progress=progress, readable=readable)
 
     def request_full_state(self) -> None:
-        """The router lost track: the next report lists every block."""
+        """Makes the next report list every block, because the router missed events."""
         self._needs_full_state = True
 
     def report(self) -> ReplicaReport:
-        """What the engine would push now."""
+        """The report that the engine would push now."""
         self.has_changed = False
         log = self.pool.events
         first_event = self._reported_event
@@ -163,7 +163,7 @@ class SimulatedReplica:
         )
 
     def stats(self) -> ReplicaStats:
-        """Load as `replicas.engine.engine.Engine` reports it, beside the same counters and rates."""
+        """Load, counters and rates as `replicas.engine.engine.Engine` reports them."""
         pool = self.pool.statistics()
         running, waiting = self.scheduler.running, self.scheduler.waiting
         return replace(
@@ -180,7 +180,7 @@ class SimulatedReplica:
         )
 
     def _lend(self, plan: StepPlan) -> tuple[tuple[RequestKey, int], ...]:
-        """Holds the blocks of requests that hand over, before the step's result can end them."""
+        """Retains the blocks of requests that hand over their KV, before the step's result can end them."""
         readable: list[tuple[RequestKey, int]] = []
         for chunk in plan.chunks:
             if not chunk.state.request.wants_handoff:

@@ -1,4 +1,4 @@
-"""Replays a trace: discrete events around the same router, scheduler and block pool objects that run live."""
+"""Replays a trace: discrete events around the same router, scheduler and block pool classes as in production."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from router.router import Router
 from router.simulator.handoffs import SimulatedHandoffs
 from router.simulator.hardware import StepTimer
 from router.simulator.outcome import RequestOutcome
-from router.simulator.replica import SimulatedReplica, StepResult
+from router.simulator.replica import SimulatedReplica, SimulatedStep
 from router.simulator.traces import TraceRequest
 from router.snapshot import Decision, RoutingRequest
 
@@ -34,30 +34,30 @@ class SimulationConfig:
 
     num_replicas: int = 4
     num_prefill_replicas: int = 0
-    """So many of them make the prefill pool, and the others the decode pool; with 0 there are no pools."""
+    """Replicas in the prefill pool; the others are the decode pool. 0: no pools."""
     transfer_bytes_per_s: float = 50e9
-    """KV from one prefill replica to one decode replica: 400 Gbit/s, the network card of one GPU."""
+    """Rate of KV from one prefill replica to one decode replica; the default is 400 Gbit/s, the network card of one GPU."""
     num_blocks: int = 5_000
-    """KV blocks a replica."""
+    """KV blocks per replica."""
     block_size: int = 512
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2_048
     """Token budget of a step; 2,048 keeps steps of an 8B model on an H100 under the TPOT limit."""
     max_num_mixed_tokens: int | None = None
-    """That of a step in which requests decode, as engines measure it by default; None: no other."""
+    """Token budget of a step in which requests decode (engines measure it by default); None: `max_num_batched_tokens`."""
     prefill_max_num_batched_tokens: int | None = None
-    """The same in the prefill pool, where no decode waits for a step; None: no other."""
+    """Token budget of a step in the prefill pool, where no decode waits for a step; None: `max_num_batched_tokens`."""
     speedup: float = 1.0
-    """Arrivals come this many times as fast as in the trace."""
+    """Factor by which arrivals are faster than in the trace."""
     report_interval_s: float = 0.1
-    """Least time between two reports of a replica; grows so that all together send at most 300 a second."""
+    """Shortest time between two reports of a replica; grows so that all replicas together send at most 300 per second."""
     dispatch_s: float = 0.002
-    """From the router's decision to the engine."""
+    """Time from the router's decision to the engine."""
     report_s: float = 0.001
-    """From the engine to the router."""
+    """Time from the engine to the router."""
     ttft_limit_s: float = 2.0
     ttft_limit_s_per_token: float = 0.001
-    """Added for each prompt token that no earlier request of the trace had."""
+    """Added to `ttft_limit_s` for each prompt token that no earlier request of the trace had as a prefix."""
     tpot_limit_s: float = 0.1
     has_deadlines: bool = True
     """Whether requests carry their TTFT limit as a deadline."""
@@ -72,7 +72,7 @@ class SimulationConfig:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What a run left behind."""
+    """The outcomes and statistics of a run."""
 
     outcomes: list[RequestOutcome]
     replicas: list[SimulatedReplica]
@@ -80,15 +80,15 @@ class SimulationResult:
     decision_s: list[float] = field(default_factory=list)
     """Wall-clock seconds of each `Router.step` that dispatched, divided by the number of its decisions."""
     plans: Counter[str] = field(default_factory=Counter)
-    """plan (pair, or the role of the replica that did it all) -> decisions"""
+    """plan (pair, or the role of the only replica) -> decisions"""
     num_moved_tokens: int = 0
-    """Whose KV went from one replica to another."""
+    """Tokens whose KV was moved between replicas."""
     moving_s: float = 0.0
-    """Seconds that it took, all links together."""
+    """Time spent moving KV, summed over all links."""
 
 
 class Simulation:
-    """Owns the clock and the events. Deterministic: the same trace, configuration and seed give the same outcomes."""
+    """Owns the simulated clock and the events. Deterministic: the same trace, configuration and seed give the same outcomes."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Simulation:
         self._trace: dict[str, TraceRequest] = {}
         self._num_open = 0
         self._decision_s: list[float] = []
-        # a model that fits anything the trace asks for; what exceeds the pool is refused by the scheduler itself
+        # The model's limit is the pool's size, so that the scheduler itself rejects requests that exceed the pool.
         max_model_len = config.num_blocks * config.block_size
         scheduler_config = SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -127,16 +127,16 @@ class Simulation:
             settings = prefill_config if role == "prefill" else scheduler_config
             replica_id = f"r{number:0{width}}"
             self._replicas[replica_id] = SimulatedReplica(replica_id, "model", timer, settings, config.num_blocks, config.block_size, role)
-        self._targets: dict[RequestKey, tuple[GenerationRequest, SimulatedReplica]] = {}  # pairs: what goes on where
+        self._targets: dict[RequestKey, tuple[GenerationRequest, SimulatedReplica]] = {}  # pairs: request and its decode replica
         token_s = timer.model.kv_bytes_per_token / config.transfer_bytes_per_s
         self._handoffs = SimulatedHandoffs(token_s, self._at, self._wake)
         self._plans: Counter[str] = Counter()
         self._report_every_s = max(config.report_interval_s, config.num_replicas / MAX_REPORTS_PER_S)
 
     def run(self, trace: Sequence[TraceRequest], on_progress: Callable[[int], None] | None = None) -> SimulationResult:
-        """Runs until every request has ended. `on_progress` is called with the number of those that have."""
+        """Runs until every request has ended. `on_progress` is called with the number of ended requests."""
         for number, replica in enumerate(self._replicas.values()):
-            # first reports before the first arrival, the later ones spread over the interval
+            # the first reports come before the first arrival, later ones are spread over the interval
             self._router.apply_report(replica.report(), 0.0)
             self._at(self._report_every_s * (number + 1) / len(self._replicas), partial(self._report, replica))
         for request in trace:
@@ -186,7 +186,7 @@ class Simulation:
                 request_id=request.request_id,
                 model="model",
                 num_prompt_tokens=request.num_prompt_tokens,
-                max_tokens=2_048,  # a client's limit, not the length that the trace knows
+                max_tokens=2_048,  # a client's limit, not the actual length in the trace
                 block_keys=request.block_keys,
                 priority=request.priority,
                 tenant=request.tenant,
@@ -222,7 +222,7 @@ class Simulation:
             self._at(self._wakeup_s, _nothing)
 
     def _reach(self, decision: Decision) -> None:
-        """A dispatched request arrives at its engine; that of a pair at the one that computes its prompt."""
+        """A dispatched request arrives at its engine; for a pair, at the one that computes the prompt."""
         asked = self._trace[decision.request_id]
         replica = self._replicas[decision.prefill_replica_id or decision.replica_id]
         request = GenerationRequest(
@@ -241,7 +241,7 @@ class Simulation:
         self._wake(replica)
 
     def _reach_target(self, key: RequestKey) -> None:
-        """The first chunk of a pair's prompt is computed, and its other replica has heard of it."""
+        """A pair's request arrives at its decode replica, after the first chunk of the prompt was computed."""
         request, target = self._targets.pop(key)
         if request.request_id in self._trace:
             target.add_handoff(request)
@@ -272,10 +272,10 @@ class Simulation:
         if self._handoffs.note_computed(key, num_computed, outcome.num_prompt_tokens, source, target, self._now_s):
             self._at(self._now_s + self._config.dispatch_s, partial(self._reach_target, key))
 
-    def _record(self, replica: SimulatedReplica, result: StepResult) -> None:
+    def _record(self, replica: SimulatedReplica, result: SimulatedStep) -> None:
         for progress in result.progress:
             if progress.key.request_id not in self._trace:
-                continue  # it was cancelled here, because its first token ended it elsewhere
+                continue  # cancelled here, because it ended with its first token on the prefill replica
             outcome = self._outcomes[progress.key.request_id]
             if outcome.first_token_s is None:
                 outcome.first_token_s = self._now_s
@@ -301,4 +301,4 @@ class Simulation:
 
 
 def _nothing() -> None:
-    """A wake-up: the router is stepped after every event anyway."""
+    """The action of a wake-up event: the router is stepped after every event."""

@@ -1,4 +1,4 @@
-"""`python -m router.simulator.synthesize`: writes a trace that has the published statistics of a public one, for `router.simulator`."""
+"""`python -m router.simulator.synthesize`: writes a trace with the published statistics of a public one, for `router.simulator`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AZURE_START = datetime(2023, 11, 16, tzinfo=UTC)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status; what the user got wrong is one line on stderr."""
+    """Returns the exit status; user errors are one line on stderr."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
@@ -36,9 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_trace(path: Path, requests: Iterable[MadeRequest]) -> None:
-    """As `router.simulator.traces.read_trace` reads it: Mooncake's lines in a .jsonl file, Azure's, without prefixes, in a .csv.
-
-    Raises ValueError when the suffix is neither.
+    """Writes a trace for `router.simulator.traces.read_trace`: a .jsonl file in Mooncake's format, a .csv file in Azure's, which has no
+    prefixes. Raises ValueError for another suffix.
     """
     if path.suffix == ".jsonl":
         lines = map(_mooncake_line, requests)
@@ -57,10 +56,10 @@ def write_trace(path: Path, requests: Iterable[MadeRequest]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m router.simulator.synthesize", description=__doc__)
-    parser.add_argument("--kind", choices=SHAPES, default="conversation", help="the public trace to be like")
+    parser.add_argument("--kind", choices=SHAPES, default="conversation", help="the public trace to imitate")
     parser.add_argument("--requests", type=int, default=1_000)
-    parser.add_argument("--rate", type=float, help="mean requests/s; as in the public trace by default")
-    parser.add_argument("--prefix-share", type=float, help="of the prompt blocks, those seen before; as in the public trace by default")
+    parser.add_argument("--rate", type=float, help="mean requests/s; default: as in the public trace")
+    parser.add_argument("--prefix-share", type=float, help="share of prompt blocks seen before; default: as in the public trace")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="a Mooncake .jsonl file, or an Azure .csv without prefixes")
     return parser

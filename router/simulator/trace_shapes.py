@@ -1,8 +1,8 @@
-"""What public traces of LLM servers look like, in the numbers published about them.
+"""Published statistics of public traces of LLM servers.
 
 Mooncake (Qin et al., FAST '25): rates, mean lengths and prefix shares of its conversation, synthetic and tool-and-agent traces.
 Azure 2023 (Patel et al., Splitwise, ISCA 2024): the code and the conversation trace. Medians, 90th and 99th percentiles and maxima
-are those of the published files; the quantiles between them make the published means come out.
+are those of the published files; the quantiles between them are chosen to give the published means.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from router.simulator.length_curve import LengthCurve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFamily:
-    """Requests of one origin: how long they are, and what they share."""
+    """Requests of one origin: their lengths, and the prefixes that they share."""
 
     share: float = 1.0
-    """Of the trace's requests."""
+    """Share of the trace's requests."""
     prompt_tokens: LengthCurve
     output_tokens: LengthCurve
     num_common_blocks: int = 0
-    """Blocks of 512 tokens that open every prompt of the family: its instructions and tools."""
+    """Blocks of 512 tokens at the start of every prompt of the family: instructions and tools."""
     new_blocks: LengthCurve | None = None
-    """Blocks that a prompt adds to an earlier one that it goes on from; None when none ever does."""
+    """Blocks that a prompt adds to the earlier prompt that it continues; None when prompts never continue others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceShape:
-    """One public trace: its arrivals, its families of requests, and how much of its prompts was there before."""
+    """One public trace: its arrivals, its families of requests, and the share of repeated prompt blocks."""
 
     rate_per_s: float
     gap_variation: float = 1.0
     """Coefficient of variation of the time between arrivals: 1 for a Poisson process, more for bursts."""
     burst_rate_per_s: float | None = None
-    """Rate within a burst, when arrivals come in bursts."""
+    """Rate within a burst; None when arrivals do not come in bursts."""
     tick_s: float | None = None
     """Arrivals are recorded at multiples of this."""
     prefix_share: float = 0.0
-    """Of all prompt blocks, those that an unbounded cache would hold already."""
+    """Share of all prompt blocks that an unbounded cache would already hold."""
     gap_to_parent_s: LengthCurve = LengthCurve((0, 3), (0.5, 123), (0.9, 483), (1, 1_500))
-    """Time since the prompt that a prompt goes on from."""
+    """Time between a prompt and the earlier prompt that it continues."""
     families: tuple[RequestFamily, ...]
 
 

@@ -1,4 +1,4 @@
-"""Makes the requests of a trace from its shape."""
+"""Generates the requests of a trace from its shape."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from router.simulator.trace_shapes import RequestFamily, TraceShape
 from router.simulator.traces import HASH_BLOCK_TOKENS
 
 _CATCH_UP_REQUESTS = 20
-"""A share of prefixes that is behind is made good over so many requests."""
+"""Number of requests over which a deficit in the share of prefixes is corrected."""
 _LENGTH_CLASS = log(1.2)
-"""Prompts whose lengths differ by less than this factor are alike enough to go on from the same one."""
+"""Prompts whose lengths differ by less than this factor (its logarithm) may continue the same earlier prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +26,17 @@ class MadeRequest:
     num_prompt_tokens: int
     num_output_tokens: int
     hash_ids: tuple[int, ...]
-    """One for each block of 512 prompt tokens, the last one partial; two prompts share a prefix as far as these agree."""
+    """One id per block of 512 prompt tokens, the last one partial; two prompts share a prefix as far as their ids are equal."""
 
 
 def synthesize(
     shape: TraceShape, num_requests: int, *, seed: int = 0, rate_per_s: float | None = None, prefix_share: float | None = None
 ) -> Iterator[MadeRequest]:
-    """`num_requests` requests in order of arrival; the same arguments give the same requests.
+    """Yields `num_requests` requests in order of arrival; the same arguments give the same requests.
 
-    `rate_per_s` and `prefix_share` take the place of the shape's own. Bursts keep their form: at twice the rate all is twice as
-    fast. A share that cannot be reached, because too little of the prompts may go on from others, is reached as far as it can.
-    Raises ValueError naming the argument that makes no sense.
+    `rate_per_s` and `prefix_share` replace those of the shape. At twice the rate all gaps are half as long, so bursts keep their form.
+    A prefix share that the shape cannot reach, because too few prompts may continue others, is approached as far as possible.
+    Raises ValueError with the name of an invalid argument.
     """
     share = shape.prefix_share if prefix_share is None else prefix_share
     speedup = 1.0 if rate_per_s is None else rate_per_s / shape.rate_per_s
@@ -70,7 +70,8 @@ def synthesize(
 
 
 def _arrivals(shape: TraceShape, num_requests: int, random: Random) -> Iterator[float]:
-    """From 0 on. Gaps are short within a burst and long between bursts, both exponential, with the shape's mean and variation."""
+    """Arrival times from 0 on. Gaps are short within bursts and long between them, both exponential, with the shape's mean and
+    variation."""
     mean_s = 1 / shape.rate_per_s
     short_s = 1 / shape.burst_rate_per_s if shape.burst_rate_per_s is not None else mean_s / 2
     square_s = (shape.gap_variation**2 + 1) * mean_s**2 / 2
@@ -83,7 +84,7 @@ def _arrivals(shape: TraceShape, num_requests: int, random: Random) -> Iterator[
 
 
 class _PromptFamily:
-    """Owns the prompts of one family made so far, for later ones to go on from."""
+    """Owns the prompts of one family generated so far, which later ones may continue."""
 
     def __init__(self, shape: RequestFamily, random: Random) -> None:
         self.shape = shape
@@ -92,7 +93,8 @@ class _PromptFamily:
         self._common: tuple[int, ...] = ()
 
     def known_prefix(self, num_prompt_tokens: int, chance: float, parent_s: float) -> tuple[int, ...]:
-        """Blocks that a new prompt shares with an earlier one: with `chance` one of about `parent_s`, else the family's opening."""
+        """The blocks that a new prompt shares with an earlier one: with probability `chance` a prompt of about `parent_s`, else only the
+        family's common blocks."""
         num_full = num_prompt_tokens // HASH_BLOCK_TOKENS
         common = self._common[:num_full]
         if self.shape.new_blocks is None:

@@ -1,4 +1,4 @@
-"""Who is next: one model's waiting requests, in tiers, fair by tenant, by slack within a tenant."""
+"""The queue of one model's waiting requests: in tiers by priority, fair between tenants, by slack within a tenant."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from router.config import RouterConfig
 from router.snapshot import RoutingRequest
 
 _MAX_IDLE_TENANTS = 10_000
-"""Most idle tenants whose counters are kept, all tiers together."""
+"""Maximum number of idle tenants whose counters are kept, over all tiers."""
 _MAX_IDLE_TIERS = 64
 _MAX_LOCALITY_TENANTS = 8
 
 
 class Waiting:
-    """One request in the queue. `sort_key` orders it within its tenant; `late_s` is when it can no longer be on time."""
+    """One request in the queue. `sort_key` orders it within its tenant; after `late_s` it can no longer meet its deadline."""
 
     __slots__ = (
         "is_gone",
@@ -45,20 +45,20 @@ class Waiting:
         self.num_tokens = request.num_prompt_tokens
         self.sort_key = 0.0
         self.late_s: float | None = None
-        self.is_gone = False  # dispatched or cancelled; heaps and lines drop it when they come across it
-        self.is_held = False  # looked at in this step already
+        self.is_gone = False  # dispatched or cancelled; heaps and lines drop it when they reach it
+        self.is_held = False  # passed over in this step
         self.is_in_heap = False
         self.is_late = False
-        self.wanted: tuple[str, ...] = ()  # the replicas that it keeps its place for, as decided at `wanted_s`
+        self.wanted: tuple[str, ...] = ()  # the full replicas that it waits for, as decided at `wanted_s`
         self.wanted_s = 0.0
-        self.wanted_tokens = 0  # what it would compute on the first of them
+        self.wanted_tokens = 0  # prompt tokens that it would compute on the first of them
 
     def __lt__(self, other: Waiting) -> bool:
         return (self.sort_key, self.sequence) < (other.sort_key, other.sequence)
 
 
 class _Line:
-    """Requests in order of arrival, from which any may leave."""
+    """Requests in order of arrival; any of them may leave."""
 
     def __init__(self) -> None:
         self._line: deque[Waiting] = deque()
@@ -74,7 +74,7 @@ class _Line:
             self._num_gone = 0
 
     def oldest(self) -> Waiting | None:
-        """The first that is neither gone nor held."""
+        """The first request that is neither gone nor held."""
         while self._line and self._line[0].is_gone:
             self._line.popleft()
             self._num_gone -= 1
@@ -88,7 +88,7 @@ class _Line:
 
 
 class _TenantQueue:
-    """One tenant's waiting requests within a tier: those still on time by slack, then those already late by age."""
+    """One tenant's waiting requests within a tier: first those that can be on time, by slack; then the late ones, by age."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
@@ -102,20 +102,20 @@ class _TenantQueue:
             waiting.is_in_heap = True
 
     def compact(self) -> None:
-        """Drops what is gone, once that is most of what is kept."""
+        """Drops requests that are gone, once they are the majority."""
         if len(self._on_time) + len(self._late) > 2 * self.num_waiting + 64:
             self._on_time = [waiting for waiting in self._on_time if not waiting.is_gone]
             heapq.heapify(self._on_time)
             self._late = deque(waiting for waiting in self._late if not waiting.is_gone)
 
     def peek(self, now_s: float, late_share: int) -> Waiting | None:
-        """The next to go, held ones passed over. Each `late_share`-th dispatch goes to a late one, so none waits for ever."""
+        """The next request that is not held. Every `late_share`-th dispatch goes to a late one, so that none waits forever."""
         while self._on_time:
             head = self._on_time[0]
             is_late = head.late_s is not None and head.late_s < now_s
             if not (head.is_gone or head.is_held or is_late):
                 break
-            heapq.heappop(self._on_time).is_in_heap = False  # a held one comes back by `push` when the step ends
+            heapq.heappop(self._on_time).is_in_heap = False  # a held request returns by `push` when the step ends
             if is_late and not (head.is_gone or head.is_held):
                 head.is_late = True
                 self._late.append(head)
@@ -129,15 +129,15 @@ class _TenantQueue:
 
 class _Tier:
     def __init__(self) -> None:
-        self.tenants: dict[str, _TenantQueue] = {}  # only those with waiting requests
-        self.counters: dict[str, float] = {}  # virtual token counters, of idle tenants too
+        self.tenants: dict[str, _TenantQueue] = {}  # tenant -> queue, only of tenants with waiting requests
+        self.counters: dict[str, float] = {}  # tenant -> virtual token counter, also of idle tenants
         self.line = _Line()
         self.num_waiting = 0
         self.num_tokens = 0
-        self.last_counter = 0.0  # of the tenant that left last
+        self.last_counter = 0.0  # the counter of the tenant that left last
 
     def floor(self) -> float:
-        """The least counter of the active tenants; without any, that of the last one to leave."""
+        """The smallest counter of the active tenants; without any, the counter of the last one to leave."""
         return min([self.counters[tenant] for tenant in self.tenants], default=self.last_counter)
 
 
@@ -145,15 +145,15 @@ class AdmissionQueue:
     """Owns one model's waiting requests and its tenants' service counters.
 
     - Tiers: the smallest priority first. A request that waited `aging_s` per level of difference may pass, at most one in
-      `aging_share` dispatches, so a flood below costs an urgent request one dispatch and nothing waits for ever.
-    - Within a tier: the virtual token counter (VTC, arXiv 2401.00588). The backlogged tenant that got the least service is
-      next; a tenant that comes back is lifted to the least of the active ones. Service counts computed and generated
-      tokens, cached ones hardly (locality as in arXiv 2501.14312).
-    - Within a tenant: least slack to the deadline; what can no longer be on time goes after what can.
+      `aging_share` dispatches, so a flood below delays an urgent request by one dispatch and no request waits forever.
+    - Within a tier: the virtual token counter (VTC, arXiv 2401.00588). The backlogged tenant with the least service is
+      next; the counter of a tenant that returns is raised to the smallest of the active ones. Service counts computed and generated
+      tokens; `fair_cached_weight` weighs cached ones (locality as in arXiv 2501.14312).
+    - Within a tenant: least slack to the deadline; requests that can no longer be on time come last.
     """
 
     def __init__(self, config: RouterConfig, cached_tokens: Callable[[RoutingRequest], int] | None = None) -> None:
-        """`cached_tokens` tells how much of a prompt some replica has cached; asked only with a locality quantum."""
+        """`cached_tokens` gives the number of a prompt's tokens that some replica has cached; called only with a locality quantum."""
         self._config = config
         self._has_tiers = "priority" in config.orders
         self._is_fair = "fair" in config.orders
@@ -185,18 +185,18 @@ class AdmissionQueue:
         return {number: tier.num_waiting for number, tier in self._tiers.items() if tier.num_waiting}
 
     def num_tokens_ahead(self, priority: int) -> int:
-        """Prompt tokens that wait at `priority` or better."""
+        """Prompt tokens of requests that wait at `priority` or better."""
         tier = self._tier_of(priority)
         return sum(queue.num_tokens for number, queue in self._tiers.items() if number <= tier)
 
     def submit(self, request: RoutingRequest, now_s: float, expected_prefill_s: float) -> None:
-        """Adds a request whose id does not wait here yet."""
+        """Adds a request; no request with its id may be waiting here."""
         tier_number = self._tier_of(request.priority)
         tenant = request.tenant if self._is_fair else ""
         waiting = Waiting(request, now_s, self._sequence, tier_number, tenant)
         self._sequence += 1
         if self._by_slack:
-            since_s = request.arrival_s if request.attempt else now_s  # a resend goes before those who have waited less
+            since_s = request.arrival_s if request.attempt else now_s  # a resend goes before requests that waited less
             due_s = request.deadline_s if request.deadline_s is not None else since_s + self._config.default_ttft_slo_s
             waiting.sort_key = due_s - expected_prefill_s
             waiting.late_s = waiting.sort_key if request.deadline_s is not None else None
@@ -218,7 +218,7 @@ class AdmissionQueue:
         self._num_by_tenant[request.tenant] = self._num_by_tenant.get(request.tenant, 0) + 1
 
     def peek(self, now_s: float) -> Waiting | None:
-        """The request that is next, held ones passed over; None when there is none."""
+        """The next request that is not held; None when there is none."""
         if not self._by_id:
             return None
         numbers = sorted([number for number, tier in self._tiers.items() if tier.num_waiting])
@@ -232,11 +232,11 @@ class AdmissionQueue:
         return None
 
     def hold(self, waiting: Waiting) -> None:
-        """Passes over a request until `restore`."""
+        """Makes `peek` pass over a request until `restore`."""
         waiting.is_held = True
 
     def restore(self, held: list[Waiting]) -> None:
-        """Puts held requests back where they were."""
+        """Puts held requests back in their places."""
         for waiting in held:
             waiting.is_held = False
             queue = self._tiers[waiting.tier].tenants.get(waiting.tenant)
@@ -244,7 +244,7 @@ class AdmissionQueue:
                 queue.push(waiting)
 
     def dispatch(self, waiting: Waiting, num_uncached_tokens: int, num_output_tokens: int, now_s: float) -> None:
-        """Takes a request out for good and charges its tenant for the service that it is expected to get."""
+        """Removes a request and charges its tenant for the expected service."""
         best = min(number for number, tier in self._tiers.items() if tier.num_waiting)
         is_aged = waiting.tier > best and self._is_old(waiting, best, now_s)
         self._since_aged = 0 if is_aged else self._since_aged + 1
@@ -264,7 +264,7 @@ class AdmissionQueue:
             tier.counters[tenant] += service / self._config.tenant_weights.get(tenant, 1.0)
 
     def cancel(self, request_id: str) -> bool:
-        """Takes a request out at once; False when it does not wait here."""
+        """Removes a request; False when it is not waiting here."""
         waiting = self._by_id.get(request_id)
         if waiting is None:
             return False
@@ -272,7 +272,7 @@ class AdmissionQueue:
         return True
 
     def pop_lowest_below(self, priority: int) -> RoutingRequest | None:
-        """Takes out the newest request of the lowest tier, if that tier is below `priority`: it makes room for a better one."""
+        """Removes the newest request of the lowest tier if that tier is below `priority`, to make room for a more urgent one."""
         number = max((number for number, tier in self._tiers.items() if tier.num_waiting), default=None)
         if number is None or number <= self._tier_of(priority):
             return None
@@ -302,7 +302,7 @@ class AdmissionQueue:
         return now_s - waiting.submitted_s >= (waiting.tier - best) * self._config.aging_s
 
     def _aged(self, numbers: list[int], now_s: float) -> Waiting | None:
-        """The most overdue of the requests that may pass those of the best tier by age."""
+        """The most overdue request that may pass the best tier by age."""
         if self._since_aged < self._config.aging_share - 1 or len(numbers) == 1:
             return None
         best = numbers[0]
@@ -340,7 +340,7 @@ class AdmissionQueue:
         return max(near, key=lambda waiting: cached_tokens(waiting.request))
 
     def _lift(self, tier: _Tier, tenant: str) -> None:
-        """A tenant that was idle must not live on credit: its counter starts at the least of the active ones."""
+        """Raises the counter of a tenant that was idle to the smallest of the active ones: idle time earns no credit."""
         known = tier.counters.get(tenant)
         floor = tier.floor()
         tier.counters[tenant] = floor if known is None else max(known, floor)
@@ -348,9 +348,9 @@ class AdmissionQueue:
             self._bound_idle(tenant)
 
     def _bound_idle(self, newest: str) -> None:
-        """Forgets half of the idle tenants of all tiers when there are too many: clients make their names up.
+        """Forgets half of the idle tenants of all tiers when there are too many, because clients choose the names.
 
-        First those that are least ahead of the floor that they would be lifted to: they lose least, most of them nothing.
+        Those least ahead of their tier's floor go first: forgetting resets them to the floor, which for most changes nothing.
         """
         num_idle = sum(len(tier.counters) - len(tier.tenants) for tier in self._tiers.values())
         if num_idle <= _MAX_IDLE_TENANTS:

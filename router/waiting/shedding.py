@@ -1,4 +1,4 @@
-"""Who is turned away, why, and when to come back."""
+"""Which requests are rejected, why, and when they may retry."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MAX_RETRY_AFTER_S = 60.0
 
 
 class Shedding:
-    """Applies one model's limits to its queue. Owns how fast the queue is seen to drain; counts every rejection."""
+    """Applies one model's limits to its queue. Owns the measured drain rate of the queue; counts every rejection."""
 
     def __init__(
         self, model: str, config: RouterConfig, queue: AdmissionQueue, counters: RoutingCounters, capacity: Callable[[], float]
     ) -> None:
-        """`capacity` gives the prompt tokens a second that all replicas together could prefill."""
+        """`capacity` gives the prompt tokens per second that all replicas together could prefill."""
         self._model = model
         self._config = config
         self._queue = queue
@@ -32,13 +32,13 @@ class Shedding:
         return self._drain.tokens_per_s(self._capacity())
 
     def note_dispatch(self, num_prompt_tokens: int, now_s: float) -> None:
-        """A request has left the queue for a replica."""
+        """Records that a request left the queue for a replica."""
         self._drain.observe(now_s, num_prompt_tokens, is_backlogged=len(self._queue) > 0)
 
     def admit(self, request: RoutingRequest, *, has_replicas: bool) -> tuple[bool, list[Rejection]]:
-        """Whether the request may join the queue, and who is rejected: it, or one that it displaces.
+        """Whether the request may join the queue, and the rejections: of the request itself, or of one that it displaces.
 
-        A full queue gives up its newest request of the lowest class first.
+        A full queue gives up the newest request of its lowest priority first.
         """
         config = self._config
         limit = config.max_queue_requests_per_tenant
@@ -57,7 +57,7 @@ class Shedding:
         return True, []
 
     def reject_unserved(self, requests: list[RoutingRequest]) -> list[Rejection]:
-        """They have waited long enough for a first replica."""
+        """Rejects requests that waited too long for a first replica."""
         for _ in requests:
             self._counters.note_rejection("no_replica")
         reason, wait_s = f"no replica of {self._model} is up", self._config.no_replica_timeout_s
@@ -71,5 +71,5 @@ class Shedding:
         return Rejection(request_id=request.request_id, reason=reason, retry_after_s=retry_after_s, kind=kind)
 
     def _predicted_wait_s(self, priority: int) -> float:
-        """Time until what waits ahead of a new request of `priority` has drained."""
+        """Time until the requests ahead of a new one of `priority` have left the queue."""
         return self._queue.num_tokens_ahead(priority) / self.drain_tokens_per_s

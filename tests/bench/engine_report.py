@@ -1,4 +1,4 @@
-"""Turns the bench's numbers into markdown."""
+"""Writes the engine bench's numbers as markdown."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One engine of the bench in a process of its own: `python -m tests.bench.engine_worker '{...}' RESULT.json`.
 
-Started by `tests.bench.engine_bench`, so that neither memory nor thread settings leak from one engine to the next.
+`tests.bench.engine_bench` starts it, so that neither memory nor thread settings leak from one engine to the next.
 """
 
 from __future__ import annotations

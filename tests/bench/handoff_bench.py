@@ -1,9 +1,9 @@
-"""Handoffs: bandwidth of each transport by message size, and how much of a handoff's time overlaps the prefill.
+"""Measures handoffs: the bandwidth of each transport by message size, and the share of a handoff that overlaps the prefill.
 
     python -m tests.bench.handoff_bench [--sizes-mb 1 4 16 64] [--prompt-tokens 900] [--rounds 5]
 
-The peers of a process group, and of the object store of a Ray that is started for it, are threads of one process here, so its
-figure is a lower bound for two processes on two cores.
+The peers of a process group, and of the object store of a Ray that it starts, are threads of one process here, so the bandwidth is
+a lower bound for two processes on two cores.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Our service over HTTP beside Ray Serve LLM on vLLM-CPU, both through Ray Serve with one replica: `python -m tests.bench.http_peers`.
+"""Compares Manta over HTTP with Ray Serve LLM on vLLM-CPU, both on Ray Serve with one replica: `python -m tests.bench.http_peers`.
 
-Both are up at the same time and take turns under the load of http_load.py (64 tokens an answer, distinct prompts, prefix caching
-off), so a machine that changes its speed changes it for both. Medians over the rounds. The peer's environment is vLLM-CPU's
-of engine_bench with Ray beside it, in `~/.cache/manta-peers/ray-serve-llm`; Serve's settings are those that `make serve` uses.
+Both are up at the same time and take turns under the load of http_load.py (64 tokens per answer, distinct prompts, prefix caching
+off), so changes in the machine's speed affect both. Results are medians over the rounds. The peer's environment is engine_bench's
+vLLM-CPU environment plus Ray, in `~/.cache/manta-peers/ray-serve-llm`; Serve's settings are those of `make serve`.
 
-Clients run on the servers' cores, where each could wait for one: under Linux's autogroups a process of another session than the
-servers' waits up to a second, which would count as a gap of theirs. So each server has a session of its own, and clients go before all
-of them, with real-time priority, where that is allowed (the results say so).
+Clients share cores with the servers and may have to wait for one: with Linux's autogroups a process outside the servers' session
+waits up to a second, which would count as a gap of the server. So each server has its own session, and clients run before all of them
+with real-time priority where that is allowed (the results say so).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The price of the service: TTFT and inter-token latency over HTTP against the engine alone, at one and at 16 clients.
+"""Measures the price of the service: TTFT and inter-token latency over HTTP against the engine alone, at one and at 16 clients.
 
 Usage: python -m tests.bench.http_price PORT NAME [--model FOLDER] [--dtype float32]
 
-NAME is served on PORT from the same FOLDER (the default model when absent). The two take turns: the served replicas are idle while
+NAME must be served on PORT from the same FOLDER (the default model when absent). The two take turns: the served replicas are idle while
 the engine of this process is measured, and the other way round. Prompts, lengths and the closed loop are those of http_load.py.
 """
 
@@ -86,7 +86,7 @@ def median_ms(values: list[float]) -> float:
     return round(1000 * sorted(values)[len(values) // 2], 2)
 
 
-def load_engine(model: Path, dtype: str) -> StepEngine:
+def load_bench_engine(model: Path, dtype: str) -> StepEngine:
     from replicas.engine.loader import load_engine
 
     return load_engine(EngineConfig(model=str(model), dtype=dtype, kv_cache_bytes=512 * 2**20))  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ async def main() -> None:
     model = arguments.model or prepare_default_model()
     print(json.dumps({"hardware": hardware_line(len(os.sched_getaffinity(0))), "load_average_before": os.getloadavg()[0]}), flush=True)
     tokenizer = Tokenizer.load(model)
-    engine = AsyncEngine(lambda: load_engine(model, arguments.dtype))
+    engine = AsyncEngine(lambda: load_bench_engine(model, arguments.dtype))
     await engine.start()
     for num_clients in arguments.clients:
         rounds = []

@@ -1,6 +1,6 @@
-"""The deployed router against what really happens: cache hits of conversations, predicted times, the simulator's, priorities.
+"""Measures the deployed router: cache hits of conversations, predicted against actual and simulated times, priorities.
 
-`python -m tests.bench.live_routing conversations | prediction | priority`; each brings up a cluster of its own.
+`python -m tests.bench.live_routing conversations | prediction | priority`; each starts a cluster of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the numbers were measured on, and whether it was quiet meanwhile."""
+"""The machine of a measurement, and whether it was quiet during it."""
 
 from __future__ import annotations
 

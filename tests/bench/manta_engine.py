@@ -1,4 +1,4 @@
-"""Ours: the offline API on the workload, and the engine's steps against the number of running sequences."""
+"""Measures Manta's engine: the offline API on the workloads, and the step time by the number of running sequences."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""This checkout beside another one: is the engine as fast as it was?
+"""Compares the engine's speed in this checkout with that in another one.
 
 Usage: python -m tests.bench.paired OTHER_CHECKOUT [--pairs 24] [--workloads SINGLE B32 PREFILL] [--set quantization=int8]
 
-Each checkout loads the default model in a process of its own. The two take turns at the same prompts, the first of a pair changing, so
-that a machine whose speed drifts slows both; a pair's ratio is this checkout's tokens per second over the other's. The interval holds
-the mean ratio with 95 % (Student's t over the logarithms). Run it on a machine that does nothing else.
+Each checkout loads the default model in its own process. The two take turns with the same prompts, in alternating order, so that a
+drift of the machine's speed affects both; a pair's ratio is this checkout's tokens per second over the other's. The interval is the
+95 % confidence interval of the mean ratio (Student's t over the logarithms). Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations

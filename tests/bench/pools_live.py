@@ -1,8 +1,8 @@
-"""Chats beside long prompts, on two unified replicas and on one prefill and one decode replica: `python -m tests.bench.pools_live`.
+"""Compares two unified replicas with one prefill and one decode replica, under chats and long prompts: `python -m tests.bench.pools_live`.
 
-The same arrivals at both, from one seed: chats (a short prompt, 64 tokens) at random moments, and a long prompt (16 tokens) every few
-seconds. Each mode has a cluster of its own, one after the other, with one thread a replica. `pairs` is the second with a router that
-sends every request to a pair; `disaggregated` decides by cost, as deployed.
+Both get the same arrivals from one seed: chats (a short prompt, 64 tokens) at random times, and a long prompt (16 tokens) every few
+seconds. The modes run one after the other, each in its own cluster with one thread per replica. In `pairs` the router sends every
+request to a pair; in `disaggregated` it decides by cost, as deployed.
 """
 
 from __future__ import annotations

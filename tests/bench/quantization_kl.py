@@ -1,7 +1,7 @@
-"""What quantization costs in quality: `python -m tests.bench.quantization_kl [--model FOLDER] [--prompts N]`.
+"""Measures the loss of quality by quantization: `python -m tests.bench.quantization_kl [--model FOLDER] [--prompts N]`.
 
 Kullback-Leibler divergence of the quantized model's next-token distributions from those of the same engine with the checkpoint's own
-weights, over every token of prompts in several languages and code, and how often both have the same most probable token.
+weights, over every token of prompts in several languages and code, and the share of tokens where both have the same most probable one.
 """
 
 from __future__ import annotations

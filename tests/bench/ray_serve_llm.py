@@ -1,4 +1,4 @@
-"""Ray Serve LLM on vLLM-CPU, served until standard input closes. Runs in the environment of that peer, not in ours.
+"""Serves Ray Serve LLM on vLLM-CPU until standard input closes. Runs in the environment of that peer, not in ours.
 
 Usage: python ray_serve_llm.py MODEL_DIR NAME PORT DTYPE. Prints "ready" once the model answers.
 """

@@ -1,7 +1,7 @@
-"""The most tokens a second that memory and arithmetic of this machine allow: the roofline (Williams et al., 2009), both measured.
+"""The maximum tokens per second that this machine's measured bandwidth and matmul rate allow: the roofline (Williams et al., 2009).
 
-Decoding a batch reads every weight once a step, so it cannot beat bandwidth / weight bytes times the batch; nor can it beat the
-matmul rate over the operations of one token. KV and activations are left out, so both bounds are a little above what can be reached.
+Decoding a batch reads every weight once per step, so its rate is at most bandwidth / weight bytes times the batch, and at most the
+matmul rate over the operations of one token. KV and activations are left out, so both bounds are slightly too high to be reached.
 """
 
 from __future__ import annotations

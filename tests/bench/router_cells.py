@@ -1,7 +1,7 @@
-"""Hit rate and balance of every policy: both Mooncake traces, 5,000 and 20,000 blocks of 512 tokens a replica, 4 replicas.
+"""Measures hit rate and balance of every policy on a Mooncake trace, with 5,000 and 20,000 blocks of 512 tokens on each of 4 replicas.
 
-No request carries a deadline and none is assumed, as in the references: with one, a prefix is given up where it would come
-too late (`--deadlines`).
+Requests have no deadline and none is assumed, as in the references: with deadlines (`--deadlines`) the router gives up a cached prefix
+where the first token would be late.
 
     python -m tests.bench.router_cells TRACE OUT_STEM
 """

@@ -1,10 +1,10 @@
-"""What a decision costs: time at 64 and 1,000 replicas, and memory over millions of requests.
+"""Measures the cost of a routing decision: time at 64 and 1,000 replicas, and memory over millions of requests.
 
     python -m tests.bench.router_decisions speed | lookup | soak [--requests NUMBER] [--output FILE]
 
-No engine runs: replicas are counters that report what they were sent. Every prompt is 8,000 tokens in 500 blocks (in the
-soak 320 in 20), half of it one of a few hundred shared prefixes. A decision's time is `submit` and `step` together, with
-its booking, in CPU time of the thread, so that other work on the machine counts less.
+No engine runs: replicas are counters that report the requests sent to them. Every prompt has 8,000 tokens in 500 blocks (in the
+soak 320 in 20), half of it one of a few hundred shared prefixes. A decision's time is that of `submit` and `step`, including
+its booking, in CPU time of the thread, so that other work on the machine matters less.
 """
 
 from __future__ import annotations

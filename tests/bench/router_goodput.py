@@ -1,8 +1,8 @@
-"""Goodput of every policy at 0.6, 0.9 and 1.2 of saturation.
+"""Measures the goodput of every policy at 0.6, 0.9 and 1.2 of saturation.
 
-Saturation is the largest speed-up of the trace at which the longest-prefix classic still keeps up: everything is done
-within 5 % after the last arrival; found by bisection on a logarithmic scale. The TTFT limit is 2 s + 1 ms for each prompt
-token that no earlier request of the trace had (the same for every policy), TPOT 100 ms.
+Saturation is the largest speed-up of the trace at which the policy `longest_prefix` still keeps up: all requests end within 1.05 times
+the span of arrivals; found by bisection on a logarithmic scale. The TTFT limit is 2 s + 1 ms for each prompt token that no earlier
+request of the trace had (the same for every policy), the TPOT limit 100 ms.
 
     python -m tests.bench.router_goodput TRACE OUT_STEM [--limit N] [--blocks N] [--policies ...] [--loads ...]
 """

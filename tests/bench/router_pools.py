@@ -1,8 +1,8 @@
-"""Goodput of prefill and decode pools against unified replicas on the same GPUs, simulated.
+"""Simulates the goodput of prefill and decode pools against unified replicas on the same GPUs.
 
 A request is good when its first token comes within 2 s + 1 ms for each prompt token that no earlier request of the trace had,
-and its answer takes at most the TPOT limit for each further token. Goodput is good requests over the time until all have ended, at
-the best of some speeds of the trace, from below to beyond what the GPUs sustain. Links move 50 GB/s for each GPU of a replica
+and its answer takes at most the TPOT limit for each further token. Goodput is the number of good requests over the time until all have
+ended, at the best of several speeds of the trace, from below to above the GPUs' capacity. Links move 50 GB/s per GPU of a replica
 (400 Gbit/s cards).
 
     python -m tests.bench.router_pools TRACE OUT.json [--model 8b] [--replicas 8] [--limit N] [--speeds 3,4,5]

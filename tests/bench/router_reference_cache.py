@@ -1,8 +1,8 @@
-"""Hit rates of two simple policies on a Mooncake trace, by a model that shares no code with the router.
+"""Computes the hit rates of two simple policies on a Mooncake trace, with a model that shares no code with the router.
 
-Each replica is an LRU list of hash ids and time does not exist: on each request count the leading ids present, then touch
-all its ids from last to first and evict down to the limit. Round robin deals requests out; longest prefix goes to the
-replica with the longest match among those with at most `cap` times the mean work so far, else to the least worked.
+Each replica is an LRU list of hash ids, and there is no time: each request counts its leading ids in the list, then touches all its ids
+from last to first and evicts down to the limit. Round robin takes replicas in turn; longest prefix takes the replica with the longest
+match among those with at most `cap` times the mean work so far, else the one with the least work.
 On the full public traces this gives .121/.183 and .231/.365 (round robin), .284/.357 and .561/.632 (longest prefix).
 
     python -m tests.bench.router_reference_cache TRACE.jsonl

@@ -1,4 +1,4 @@
-"""The baselines: transformers' static batches and its continuous batching."""
+"""Measures the baselines: transformers' static batches and its continuous batching."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""vLLM-CPU on the fixed workloads in float32, by the shared script, which asks for bfloat16: `vllm_float32.py BENCH_FOLDER MODEL`.
+"""Runs vLLM-CPU on the fixed workloads in float32, with the shared script for bfloat16: `vllm_float32.py BENCH_FOLDER MODEL`.
 
-Run by the peer's own Python (`tests.bench.peers`). For CPUs that only emulate bfloat16, where that comparison would flatter us.
+The peer's own Python runs it (`tests.bench.peers`), on CPUs that only emulate bfloat16, where a comparison in bfloat16 would flatter us.
 """
 
 from __future__ import annotations

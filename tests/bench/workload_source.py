@@ -1,4 +1,4 @@
-"""The fixed workloads that Manta and its peers are measured on, read from the shared bench folder."""
+"""Reads the fixed workloads for Manta and its peers from the shared bench folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`make chaos`: hurts a cluster again and again while it streams, and reports what its clients saw.
+"""`make chaos`: injects faults into a cluster while it streams, and reports the streams as its clients saw them.
 
-Ends with 1 when a stream was lost, repeated or changed, or something was left behind.
+The exit status is 1 when tokens of a stream were lost, repeated or changed, or something was left behind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A Ray cluster of three nodes on this machine, one of which dies under streams. Run by `make chaos` after its scenarios.
+"""Kills one of three nodes of a Ray cluster on this machine during streams. `make chaos` runs it after its scenarios.
 
-Every node is a raylet of its own with a replica each. The death of a node is that of whatever ran on it, so one without a gateway is
-chosen, whose connections would break: the streams go on elsewhere.
+Every node is a raylet of its own with one replica. Everything on the node dies with it, so a node without a gateway is chosen, because
+a gateway's connections would break: the streams must continue on other nodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ways to hurt pools of prefill and decode replicas, in each phase of their streams."""
+"""Faults of prefill and decode replicas, in each phase of their streams."""
 
 from __future__ import annotations
 

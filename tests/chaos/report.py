@@ -1,4 +1,4 @@
-"""Rounds as a table and as JSON."""
+"""Writes the rounds of a chaos run as a table and as JSON."""
 
 from __future__ import annotations
 

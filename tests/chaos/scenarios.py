@@ -1,4 +1,4 @@
-"""Ways to hurt a cluster while it streams, and what must hold afterwards."""
+"""Faults injected into a cluster while it streams, and the checks afterwards."""
 
 from __future__ import annotations
 

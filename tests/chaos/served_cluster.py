@@ -1,4 +1,4 @@
-"""A cluster of a small model as `make serve` brings it up, whose processes may be hurt by name."""
+"""A cluster with a small model, started like `make serve`, whose processes can be killed and stopped by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`make soak`: minutes of mixed load, and what memory and KV blocks look like afterwards.
+"""`make soak`: minutes of mixed load, and checks of memory and KV blocks afterwards.
 
-Clients come and go, share prefixes or do not, stream or do not, and some hang up. Every ten seconds the memory that each
-process has for itself is read. Ends with 1 when it grows, an answer fails, or a block stays held.
+Clients come and go, share prefixes or not, stream or not, and some disconnect. Every ten seconds the private memory of each process is
+read. The exit status is 1 when memory grows, an answer fails, or a block stays held.
 """
 
 from __future__ import annotations

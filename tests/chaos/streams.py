@@ -1,4 +1,4 @@
-"""Streams whose text is known beforehand, and the times at which their parts arrive."""
+"""Streams whose text is known in advance, and the arrival times of their parts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The engine on a GPU against transformers, in one short script: `python -m tests.gpu.check_engine [--model FOLDER]`.
+"""Checks the engine on a GPU against transformers, in one short script: `python -m tests.gpu.check_engine [--model FOLDER]`.
 
-Needs torch with CUDA and transformers, no Ray, no network. Prints one line a check; the exit status is 1 when one failed, and 0 when
-there is no GPU to check. A tiny random model is made on the spot; `--model` names a real one to check as well.
+Needs torch with CUDA and transformers, no Ray, no network. Prints one line per check; the exit status is 1 when one failed, and 0 when
+there is no GPU. It makes a tiny random model; `--model` names a real one to check too.
 """
 
 from __future__ import annotations

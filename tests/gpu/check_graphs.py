@@ -1,9 +1,9 @@
-"""Decode in CUDA graphs in one short script: `python -m tests.gpu.check_graphs [--model FOLDER]`.
+"""Checks decode steps in CUDA graphs, in one short script: `python -m tests.gpu.check_graphs [--model FOLDER]`.
 
-Checks that a replay equals the eager run of the same step to the bit, that tokens are as good as those of an engine without graphs, and
-prints step times of both beside the floor: bytes of weights and KV that a step must read, over the bandwidth at which the device
-copies. `--device cpu` tries the script itself, with a recording that only runs the step again. Exit status 1 when a check failed,
-0 when there is no GPU to check.
+Checks that a replay equals the eager run of the same step to the bit, and that tokens are as good as those of an engine without graphs.
+Prints step times of both and their lower bound: the bytes of weights and KV that a step must read, over the device's copy bandwidth.
+`--device cpu` tests the script itself, with a capture that only runs the step again. The exit status is 1 when a check failed, and 0
+when there is no GPU.
 """
 
 from __future__ import annotations

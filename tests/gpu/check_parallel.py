@@ -1,8 +1,8 @@
-"""Tensor parallelism on GPUs in one short script: `python -m tests.gpu.check_parallel [--model FOLDER] [--size N]`.
+"""Checks tensor parallelism on GPUs, in one short script: `python -m tests.gpu.check_parallel [--model FOLDER] [--size N]`.
 
-Checks that a group forms, that divided greedy tokens equal those of one device, and measures the step time at both sizes.
-With as many GPUs as ranks it is over NCCL; with fewer, ranks share a GPU over Gloo and NCCL forms a group of one. `--device cpu`
-tries the script itself. Exit status 1 when a check failed, 0 when there is no GPU to check.
+Checks that a group forms and that greedy tokens of several ranks equal those of one device, and measures the step time at both sizes.
+With as many GPUs as ranks it uses NCCL; with fewer, ranks share a GPU over Gloo and NCCL forms a group of one. `--device cpu`
+tests the script itself. The exit status is 1 when a check failed, and 0 when there is no GPU.
 """
 
 from __future__ import annotations
