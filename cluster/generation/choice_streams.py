@@ -61,6 +61,8 @@ class ChoiceStreams:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._num_output_tokens = 0
+        self._num_tokens = [0] * prepared.num_choices  # of each choice
+        self._first_token_s: dict[int, float] = {}  # choice -> when its first tokens were taken
         self._num_cached = [0] * len(prepared.requests)  # by prompt: the most tokens that a choice found cached
 
     @property
@@ -83,8 +85,10 @@ class ChoiceStreams:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._emit(GenerationEnded(at_s=self._clock(), usage=self.usage))
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # also when another cancel strikes meanwhile
+            self._emit(GenerationEnded(at_s=self._clock(), usage=self.usage))
 
     async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
         num_choices = self._prepared.num_choices
@@ -102,14 +106,25 @@ class ChoiceStreams:
             yield item
 
     def _count(self, delta: ChoiceDelta) -> None:
-        if delta.token_ids and not self._num_output_tokens:
-            self._emit(FirstToken(at_s=self._clock()))
+        if delta.token_ids and delta.index not in self._first_token_s:
+            self._first_token_s[delta.index] = self._clock()
+            if not self._num_output_tokens:
+                self._emit(FirstToken(at_s=self._first_token_s[delta.index]))
         self._num_output_tokens += len(delta.token_ids)
+        self._num_tokens[delta.index] += len(delta.token_ids)
         if delta.num_cached_tokens:
             position = delta.index // self._prepared.params.n
             self._num_cached[position] = max(self._num_cached[position], delta.num_cached_tokens)
         if delta.finish_reason is not None:
-            self._emit(ChoiceFinished(at_s=self._clock(), index=delta.index, reason=delta.finish_reason))
+            self._emit(
+                ChoiceFinished(
+                    at_s=self._clock(),
+                    index=delta.index,
+                    reason=delta.finish_reason,
+                    num_tokens=self._num_tokens[delta.index],
+                    first_token_s=self._first_token_s.get(delta.index),
+                )
+            )
 
     async def _run_prompt(self, request: GenerationRequest, position: int) -> None:
         """Runs one prompt: one decision, then all its choices. Passes any failure to the reader as an item of the queue."""

@@ -121,6 +121,9 @@ class ChoiceFinished(RequestEvent):
 
     index: int
     reason: FinishReason
+    num_tokens: int
+    first_token_s: float | None
+    """When the first tokens of the choice were on their way to the client; None without tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

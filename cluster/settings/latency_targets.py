@@ -17,7 +17,8 @@ class LatencyTarget:
     priority: int = 0
     """Smaller is more urgent. Requests more urgent than the first entry have no target."""
     ttft_s: float | None = None
-    """Time from arrival to the first token; the router orders waiting requests and scores replicas by it. None: no target."""
+    """Time from arrival to the first token; the router orders waiting requests and scores replicas by it. None: goodput
+    has no such limit, and the router assumes `router.default_ttft_slo_s`."""
     tpot_s: float | None = None
     """Mean time per token of a choice after its first one; goodput is counted against it. None: no target."""
 

@@ -13,7 +13,7 @@ def outcome_of(record: RequestRecord) -> Outcome | None:
     """None for a request that had no target, or was refused before one was found.
 
     A request that was rejected, ended in an error, or whose client left before the first token has failed. A client that leaves
-    later may have read enough: the request is judged by the tokens that it got.
+    later may have read enough: the request is judged by its first token and the choices that had ended.
     """
     target = record.target
     if target is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ from cluster.generation.request_events import (
     Resumed,
 )
 from cluster.settings.latency_targets import LatencyTarget
+
+logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED = 499  # nginx's name for a client that left before its answer; seen in log and metrics only
 CLIENT_LEFT = "client disconnected"
@@ -54,6 +57,10 @@ class RequestRecord:
     predicted_ttft_s: float | None = None
     """From that decision to the first token, as the router saw it."""
     first_token_s: float | None = None
+    token_time_s: float = 0.0
+    """From the first tokens of each choice that ended to its end, in all."""
+    num_gaps: int = 0
+    """Tokens of these choices after each one's first."""
     finished_s: float | None = None
     finish_reasons: list[str] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
@@ -82,12 +89,8 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time between two tokens of a choice, until the end. Choices run side by side: the time per token of one choice is what
-        a reader sees. None without a second token."""
-        num_gaps = self.num_output_tokens - self.num_choices
-        if self.first_token_s is None or self.finished_s is None or num_gaps <= 0:
-            return None
-        return (self.finished_s - self.first_token_s) * self.num_choices / num_gaps
+        """Mean time between two tokens of a choice, over the choices that ended. None without a second token."""
+        return self.token_time_s / self.num_gaps if self.num_gaps else None
 
     @property
     def prediction_ratio(self) -> float | None:
@@ -145,6 +148,9 @@ class RequestRecord:
                 self.pauses_s.append(event.pause_s)
             case ChoiceFinished():
                 self.finish_reasons.append(event.reason.value)
+                if event.first_token_s is not None:
+                    self.token_time_s += event.at_s - event.first_token_s
+                    self.num_gaps += event.num_tokens - 1
 
 
 class RequestRecorder:
@@ -167,4 +173,7 @@ class RequestRecorder:
         assert self._record is not None, "no event comes before Begun"
         self._record.finished_s = event.at_s
         for sink in self._sinks:
-            sink(self._record)
+            try:
+                sink(self._record)
+            except Exception:
+                logger.exception("request %s: a sink of its record failed", self._record.request_id)

@@ -22,7 +22,7 @@ from cluster.web.disconnect import run_until_disconnect
 from cluster.web.event_stream import EventStream
 from cluster.web.request_body import read_body
 from cluster.web.request_headers import context_of
-from cluster.web.request_scope import RequestState, state_of
+from cluster.web.request_scope import RequestFacts, state_of
 
 
 class GenerationEndpoint:
@@ -49,7 +49,7 @@ class GenerationEndpoint:
         context = context_of(request.headers, state.principal, priority_header=self._config.priorities.header, arrival_s=self._now_s())
         return await run_until_disconnect(request.receive, self._generate(call, model, context, state))
 
-    async def _generate(self, call: ParsedCall, model: ServedModel, context: RequestContext, state: RequestState) -> Response:
+    async def _generate(self, call: ParsedCall, model: ServedModel, context: RequestContext, state: RequestFacts) -> Response:
         """Returns a stream only once its first token is there, so that failing before it keeps its own status."""
         prepared = await call.prepare(model, context)
         generation = prepared.generation
@@ -69,7 +69,7 @@ class GenerationEndpoint:
         is_long = generation.params.prompt_logprobs is not None  # as long as the prompt
         return await _whole(streams, prepared.answer_writer(), is_long=is_long)
 
-    async def _events(self, streams: ChoiceStreams, writer: StreamWriter, state: RequestState) -> AsyncGenerator[bytes, None]:
+    async def _events(self, streams: ChoiceStreams, writer: StreamWriter, state: RequestFacts) -> AsyncGenerator[bytes, None]:
         unsent, has_begun = writer.start(), False
         async with streams:
             try:
@@ -79,6 +79,7 @@ class GenerationEndpoint:
                     if unsent:
                         yield unsent
                         unsent, has_begun = b"", True
+                unsent += writer.end(streams.usage)
             except Exception as error:  # the status is out: all that is left is an event
                 if not has_begun:
                     raise
@@ -86,7 +87,7 @@ class GenerationEndpoint:
                 state.emit(Failed(at_s=state.clock(), code=answer.label))
                 yield self._dialect.error_event(answer)
                 return
-        yield unsent + writer.end(streams.usage)
+        yield unsent
 
 
 async def _whole(streams: ChoiceStreams, writer: AnswerWriter, *, is_long: bool) -> Response:

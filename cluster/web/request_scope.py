@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.generation.request_events import Abandoned, AnswerStarted, Begun, Ended, RequestEvent, RequestObserver
+from cluster.generation.request_events import Abandoned, AnswerStarted, Begun, Ended, Failed, RequestEvent, RequestObserver
 from cluster.principal import Principal
 from cluster.web.disconnect import ClientDisconnected
 from cluster.web.principals import Principals
+
+logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -26,7 +30,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestState:
+class RequestFacts:
     """Facts and connections of one request from its head to its last byte."""
 
     request_id: str
@@ -63,8 +67,8 @@ class RequestScope:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        observer = self._observe()
-        state = RequestState(
+        observer = _GuardedObserver(self._observe())
+        state = RequestFacts(
             request_id=_request_id(headers.get(REQUEST_ID_HEADER.encode())),
             principal=self._principals.of(headers),
             clock=self._clock,
@@ -88,6 +92,9 @@ class RequestScope:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnected:
             observer.see(Abandoned(at_s=self._clock()))
+        except Exception:
+            observer.see(Failed(at_s=self._clock(), code="internal_error"))
+            raise
         except asyncio.CancelledError:  # how Serve tells of the same
             observer.see(Abandoned(at_s=self._clock()))
             raise
@@ -95,9 +102,31 @@ class RequestScope:
             observer.end(Ended(at_s=self._clock()))
 
 
-def state_of(request: Request) -> RequestState:
+class _GuardedObserver:
+    """A RequestObserver whose faults are logged and never reach the request."""
+
+    def __init__(self, observer: RequestObserver) -> None:
+        self._observer = observer
+
+    def begin(self, event: Begun) -> None:
+        self._tell(self._observer.begin, event)
+
+    def see(self, event: RequestEvent) -> None:
+        self._tell(self._observer.see, event)
+
+    def end(self, event: Ended) -> None:
+        self._tell(self._observer.end, event)
+
+    def _tell(self, told: Callable[[Any], None], event: RequestEvent) -> None:
+        try:
+            told(event)
+        except Exception:
+            logger.exception("an observer failed at %s", type(event).__name__)
+
+
+def state_of(request: Request) -> RequestFacts:
     state = request.state.request
-    assert isinstance(state, RequestState)
+    assert isinstance(state, RequestFacts)
     return state
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 
 from kvcache.prefix_cache import BlockKeyChain
@@ -26,7 +25,7 @@ class RequestState:
     """
 
     __slots__ = (
-        "arrival_number", "awaits_load", "block_ids", "chain", "decodes_from", "draft_ids", "is_loading", "key", "max_num_tokens",
+        "arrival_number", "awaits_load", "block_ids", "chain", "decodes_from", "is_loading", "key", "max_num_tokens",
         "num_cached_tokens", "num_computed_tokens", "num_preemptions", "num_scored", "num_to_score", "prompt_logprobs", "request",
         "sampling", "status", "stop_token_ids", "token_ids",
     )  # fmt: skip
@@ -49,7 +48,6 @@ class RequestState:
         self.stop_token_ids = stops if request.params.ignore_eos else stops | eos_token_ids
         self.max_num_tokens = max_num_tokens  # prompt + output tokens at which the request ends with LENGTH
         self.token_ids = [*request.prompt_ids, *request.output_ids]
-        self.draft_ids: Sequence[int] = ()  # for the next step, used if that computes all known tokens
         self.sampling = SamplingState(request, self.token_ids, eos_token_ids, mask)
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []

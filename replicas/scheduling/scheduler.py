@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcache.block_pool import BlockPool
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected
@@ -61,6 +61,7 @@ class Scheduler:
         self._running: list[RequestState] = []  # by urgency
         self._ended: list[RequestProgress] = []  # endings not reported yet
         self._new_loads: list[RequestState] = []  # not returned by take_loads yet
+        self._drafts: dict[RequestKey, Sequence[int]] = {}  # for the next step
         self._num_arrivals = 0
 
     @property
@@ -139,10 +140,10 @@ class Scheduler:
         return self._append(state, new_ids) if new_ids else None
 
     def propose(self, key: RequestKey, draft_ids: Sequence[int]) -> None:
-        """Sets drafts that the next step verifies, as far as budget, blocks and the request's length allow. They are dropped if the
-        request has ended, or if that step does not compute all its known tokens."""
-        if (state := self._states.get(key)) is not None:
-            state.draft_ids = draft_ids
+        """Sets drafts that the next step verifies, as far as budget, blocks and the request's length allow. They are for that step only,
+        and dropped if it does not compute all known tokens of the request."""
+        if key in self._states:
+            self._drafts[key] = draft_ids
 
     def cancel(self, key: RequestKey) -> bool:
         """Ends a request between two steps and frees its blocks at once; False if it already ended."""
@@ -154,7 +155,9 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan:
-        """Plans one step: first running requests that decode, then running prefills, then waiting requests."""
+        """Plans one step: first running requests that decode, then running prefills, then waiting requests, and last drafts: they get
+        budget and blocks that nothing else wants."""
+        drafts, self._drafts = self._drafts, {}
         num_preemptions = self._make_room_for_urgent()
         budget = self.config.max_num_batched_tokens
         chunks: list[ScheduledChunk] = []
@@ -165,9 +168,8 @@ class Scheduler:
             if state.status is RequestStatus.RUNNING:
                 num_preemptions += self._grow(state)
         decoding = [state for state in decoding if state.status is RequestStatus.RUNNING]
-        num_for_prompts = self.pool.block_size if catching_up or self._waiting else 0  # tokens that drafts leave to prompts
         for num_after, state in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):  # each later one gets at least a token
-            budget -= self._schedule_chunk(state, budget - num_after, chunks, published, num_kept=num_for_prompts)
+            budget -= self._schedule_chunk(state, budget - num_after, chunks, published)
         streaming = [chunk for chunk in chunks if chunk.state.num_output_tokens]  # before its first token a stream has no gap
         catching_up = [state for state in catching_up if state.status is RequestStatus.RUNNING and not state.is_loading]
         prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, streaming, catching_up)
@@ -181,6 +183,8 @@ class Scheduler:
                 break
             if not head.is_loading:
                 prompts.take(head, self._schedule_chunk(head, num_left, chunks, published))
+        if drafts:
+            self._add_drafts(chunks, drafts)
         return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions)
 
     def update(self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None) -> list[RequestProgress]:
@@ -279,11 +283,8 @@ class Scheduler:
                 break
         return num_preemptions
 
-    def _schedule_chunk(
-        self, state: RequestState, budget: int, chunks: list[ScheduledChunk], published: list[int], *, num_kept: int = 0
-    ) -> int:
-        """Plans up to `budget` tokens of a running request, and publishes the blocks that known tokens fill. Drafts leave `num_kept`
-        tokens of the budget. Returns the number of planned tokens.
+    def _schedule_chunk(self, state: RequestState, budget: int, chunks: list[ScheduledChunk], published: list[int]) -> int:
+        """Plans up to `budget` tokens of a running request, and publishes the blocks that they fill. Returns the number of planned tokens.
 
         Each layer writes all keys and values before its attention reads any, so a request later in the same plan may
         already share these blocks.
@@ -300,19 +301,23 @@ class Scheduler:
             first_logit = state.num_scored
         end = start + num_tokens
         published += self._tables.publish(state, start, end)
-        drafts: tuple[int, ...] = ()
-        if state.draft_ids and end == num_known and state.is_decoding:
-            num_drafts = min(len(state.draft_ids), budget - num_tokens - num_kept, state.max_num_tokens - num_known - 1)
-            drafts = tuple(state.draft_ids[: self._tables.room_for_drafts(state, num_drafts)]) if num_drafts > 0 else ()
-        state.draft_ids = ()
-        end += len(drafts)
         logits = range(first_logit, end) if end > first_logit else NO_POSITIONS
-        chunks.append(
-            ScheduledChunk(
-                state=state, start=start, num_tokens=end - start, is_prefill=not state.is_decoding, logits=logits, draft_ids=drafts
-            )
-        )
-        return end - start
+        chunks.append(ScheduledChunk(state=state, start=start, num_tokens=num_tokens, is_prefill=not state.is_decoding, logits=logits))
+        return num_tokens
+
+    def _add_drafts(self, chunks: list[ScheduledChunk], drafts: Mapping[RequestKey, Sequence[int]]) -> None:
+        """Extends decodes by drafts, up to the budget of a step in which requests decode."""
+        budget = min(self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens or self.config.max_num_batched_tokens)
+        budget -= sum(chunk.num_tokens for chunk in chunks)
+        for index, chunk in enumerate(chunks):
+            state, draft_ids = chunk.state, drafts.get(chunk.state.key, ())
+            num_drafts = min(len(draft_ids), budget, state.max_num_tokens - len(state.token_ids) - 1)
+            if chunk.is_prefill or not chunk.samples or num_drafts <= 0:
+                continue
+            draft_ids = tuple(draft_ids[: self._tables.room_for_drafts(state, num_drafts)])
+            budget -= len(draft_ids)
+            end = chunk.logits.stop + len(draft_ids)
+            chunks[index] = replace(chunk, num_tokens=end - chunk.start, logits=range(chunk.logits.start, end), draft_ids=draft_ids)
 
     def _append(self, state: RequestState, new_ids: Sequence[int], draft_ids: Sequence[int] = ()) -> RequestProgress:
         """Appends new tokens up to the one that ends the request. `draft_ids` are the drafts that the step computed at their positions."""
@@ -359,12 +364,12 @@ class Scheduler:
         queue = self._running if state.status is RequestStatus.RUNNING else self._waiting
         del queue[self._index(queue, state)]
         del self._states[state.key]
+        self._drafts.pop(state.key, None)
         self._release_blocks(state)
         state.status = RequestStatus.ENDED
 
     def _release_blocks(self, state: RequestState) -> None:
         state.is_loading = False  # KV still in transfer is dropped on arrival
-        state.draft_ids = ()
         self._tables.release(state)
 
     @staticmethod

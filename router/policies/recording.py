@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
+from replicas.request import TraceContext
 from router.policies.policy import Policy
 from router.snapshot import CandidateLoad, CandidateScore, ClusterSnapshot, Decision, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
@@ -91,6 +92,8 @@ def _load(stats: dict[str, Any]) -> ReplicaLoad:
 
 
 def _candidate(fields: dict[str, Any]) -> CandidateScore | CandidateLoad:
+    if "cost" in fields:  # written before costs carried their unit
+        fields["cost_s"] = fields.pop("cost")
     if "cost_s" not in fields:
         return CandidateLoad(**fields)
     terms = dict(fields.pop("terms"))
@@ -101,6 +104,7 @@ def _record(fields: dict[str, Any]) -> DecisionRecord:
     request = fields["request"]
     request["block_keys"] = tuple(map(bytes.fromhex, request["block_keys"]))
     request["excluded_replicas"] = frozenset(request["excluded_replicas"])
+    request["trace_context"] = TraceContext(*request.get("trace_context", ()))
     snapshot = fields["snapshot"]
     decision = fields["decision"]
     decision["candidates"] = tuple(map(_candidate, decision["candidates"]))

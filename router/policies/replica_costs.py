@@ -84,8 +84,9 @@ class ReplicaCosts:
         return min(request.max_tokens, self._expected_output_tokens * request.num_choices)
 
     def due_s(self, request: RoutingRequest) -> float | None:
-        """When the first token is due; None when the request has neither a deadline nor an arrival time."""
-        if request.deadline_s is None and request.arrival_s:
+        """When the first token is due; None for a request with neither a deadline nor an arrival time, and for a resend without a
+        deadline, whose first token may be out: it is not late."""
+        if request.deadline_s is None and request.arrival_s and not request.attempt:
             return request.arrival_s + self._default_ttft_slo_s
         return request.deadline_s
 

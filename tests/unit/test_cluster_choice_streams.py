@@ -83,8 +83,26 @@ async def test_prompts_and_choices_are_numbered_and_counted_once_each(model: Ser
     last = events[-1]
     assert isinstance(last, GenerationEnded)
     assert last.usage == usage
-    assert sorted(event.index for event in events if isinstance(event, ChoiceFinished)) == [0, 1, 2, 3]
+    finished = [event for event in events if isinstance(event, ChoiceFinished)]
+    assert sorted((event.index, event.num_tokens) for event in finished) == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert all(event.first_token_s is not None and event.first_token_s <= event.at_s for event in finished)
     assert sorted(backend.released) == ["a", "b"]
+
+
+async def test_second_cancel_while_choices_end_still_tells_the_end(model: ServedModel) -> None:
+    events: list[RequestEvent] = []
+
+    async def abandon() -> None:
+        async with ChoiceStreams(prepared_of("a"), model, _Counting(), FailoverPolicy(), events.append) as streams:
+            await anext(aiter(streams))
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()  # strikes at the next wait, which is that for the choices
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(abandon())
+    assert isinstance(events[-1], GenerationEnded)
+    assert events[-1].usage.num_output_tokens == 1
 
 
 async def test_first_token_is_told_when_the_reader_takes_it(model: ServedModel) -> None:

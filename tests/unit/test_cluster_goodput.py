@@ -30,8 +30,13 @@ TARGET = LatencyTarget(priority=3, ttft_s=1.0, tpot_s=0.25)
 FOUND = ModelFound(at_s=10.0, model="m")
 PREPARED = Prepared(at_s=10.0, response_id="x", num_prompt_tokens=2, num_choices=1, target=TARGET)
 IN_TIME, LATE = FirstToken(at_s=11.0), FirstToken(at_s=11.125)
-FINISHED = ChoiceFinished(at_s=12.0, index=0, reason=FinishReason.LENGTH)
 LEFT, FAILED = Abandoned(at_s=12.0), Failed(at_s=12.0, code="unavailable")
+
+
+def finished(num_tokens: int, first_s: float = 11.0, end_s: float = 12.0) -> ChoiceFinished:
+    return ChoiceFinished(
+        at_s=end_s, index=0, reason=FinishReason.LENGTH, num_tokens=num_tokens, first_token_s=first_s if num_tokens else None
+    )
 
 
 def tokens(count: int) -> GenerationEnded:
@@ -52,22 +57,23 @@ def record_of(*events: RequestEvent) -> RequestRecord:
 @pytest.mark.parametrize(
     ("events", "outcome"),
     [
-        ((PREPARED, IN_TIME, FINISHED, tokens(5)), "met"),  # 1 s to the first, 1 s for four more
-        ((PREPARED, IN_TIME, FINISHED, tokens(4)), "tpot_missed"),  # 1 s for three more
-        ((PREPARED, LATE, FINISHED, tokens(8)), "ttft_missed"),
-        ((PREPARED, LATE, FINISHED, tokens(2)), "ttft_missed"),  # the first miss names it
-        ((PREPARED, IN_TIME, FINISHED, tokens(1)), "met"),  # no second token
-        ((replace(PREPARED, num_choices=2), IN_TIME, FINISHED, FINISHED, tokens(10)), "met"),  # two choices side by side
-        ((replace(PREPARED, num_choices=2), IN_TIME, FINISHED, FINISHED, tokens(9)), "tpot_missed"),
+        ((PREPARED, IN_TIME, finished(5), tokens(5)), "met"),  # 1 s to the first, 1 s for four more
+        ((PREPARED, IN_TIME, finished(4), tokens(4)), "tpot_missed"),  # 1 s for three more
+        ((PREPARED, LATE, finished(8), tokens(8)), "ttft_missed"),
+        ((PREPARED, LATE, finished(2), tokens(2)), "ttft_missed"),  # the first miss names it
+        ((PREPARED, IN_TIME, finished(1), tokens(1)), "met"),  # no second token
+        ((replace(PREPARED, num_choices=2), IN_TIME, finished(5), finished(5), tokens(10)), "met"),  # two choices side by side
+        ((replace(PREPARED, num_choices=2), IN_TIME, finished(5), finished(4), tokens(9)), "tpot_missed"),
+        ((replace(PREPARED, num_choices=2), IN_TIME, finished(2, end_s=11.2), finished(101, end_s=31.0), tokens(103)), "met"),  # 0.2 s each
         ((PREPARED, FAILED), "failed"),
         ((PREPARED, IN_TIME, FAILED, tokens(9)), "failed"),
         ((PREPARED, LEFT, tokens(0)), "failed"),
         ((PREPARED, IN_TIME, LEFT, tokens(9)), "met"),
         ((PREPARED, LATE, LEFT, tokens(9)), "ttft_missed"),
-        ((PREPARED, FINISHED, tokens(0)), "ttft_missed"),  # log-probabilities of the prompt alone, after 2 s
-        ((replace(PREPARED, target=LatencyTarget(tpot_s=0.25)), LATE, FINISHED, tokens(9)), "met"),
-        ((replace(PREPARED, target=LatencyTarget(ttft_s=1.0)), IN_TIME, FINISHED, tokens(2)), "met"),
-        ((replace(PREPARED, target=None), LATE, FINISHED, tokens(2)), None),
+        ((PREPARED, finished(0), tokens(0)), "ttft_missed"),  # log-probabilities of the prompt alone, after 2 s
+        ((replace(PREPARED, target=LatencyTarget(tpot_s=0.25)), LATE, finished(9), tokens(9)), "met"),
+        ((replace(PREPARED, target=LatencyTarget(ttft_s=1.0)), IN_TIME, finished(2), tokens(2)), "met"),
+        ((replace(PREPARED, target=None), LATE, finished(2), tokens(2)), None),
         ((FAILED,), None),
     ],
 )
@@ -107,9 +113,9 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> _Metrics:
 
 def test_metric_counts_a_request_once_under_the_priority_of_its_entry(metrics: _Metrics) -> None:
     export = GatewayMetrics()
-    export(record_of(PREPARED, IN_TIME, FINISHED, tokens(5)))
+    export(record_of(PREPARED, IN_TIME, finished(5), tokens(5)))
     export(record_of(PREPARED, FAILED))
-    export(record_of(replace(PREPARED, target=None), IN_TIME, FINISHED, tokens(5)))
+    export(record_of(replace(PREPARED, target=None), IN_TIME, finished(5), tokens(5)))
     assert metrics.told["manta_goodput_requests"] == [
         (1, {"model": "m", "priority": "3", "outcome": "met"}),
         (1, {"model": "m", "priority": "3", "outcome": "failed"}),
@@ -117,7 +123,7 @@ def test_metric_counts_a_request_once_under_the_priority_of_its_entry(metrics: _
 
 
 def test_metrics_of_an_answered_request_are_its_latencies_and_tokens(metrics: _Metrics) -> None:
-    GatewayMetrics()(record_of(PREPARED, IN_TIME, FINISHED, tokens(5)))
+    GatewayMetrics()(record_of(PREPARED, IN_TIME, finished(5), tokens(5)))
     tags = {"model": "m"}
     assert metrics.told["manta_time_to_first_token_seconds"] == [(1.0, tags)]
     assert metrics.told["manta_request_seconds"] == [(2.0, tags)]

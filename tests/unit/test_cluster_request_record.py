@@ -52,15 +52,16 @@ def test_record_of_an_answered_request_has_every_fact() -> None:
         Dispatched(at_s=10.5, index=0, replica_id="a", part="whole"),
         AnswerStarted(at_s=11.5, status=200),
         FirstToken(at_s=11.5),
-        ChoiceFinished(at_s=12.0, index=0, reason=FinishReason.STOP),
+        ChoiceFinished(at_s=12.0, index=0, reason=FinishReason.STOP, num_tokens=5, first_token_s=11.0),
         GenerationEnded(at_s=12.0, usage=Usage(num_prompt_tokens=7, num_output_tokens=4, num_cached_tokens=2)),
         ended_s=12.5,
     )
     assert record == RequestRecord(
         request_id="r", method="POST", path="/p", tenant="acme", started_s=10.0, user="ann", prompt="text", model="m", response_id="x-1",
         status=200, num_prompt_tokens=7, num_cached_tokens=2, num_output_tokens=4, decided_s=10.5, predicted_ttft_s=0.5,
-        first_token_s=11.5, finished_s=12.5, finish_reasons=["stop"], replicas=["a"],
+        first_token_s=11.5, finished_s=12.5, finish_reasons=["stop"], replicas=["a"], token_time_s=1.0, num_gaps=4,
     )  # fmt: skip
+    assert record.tpot_s == 0.25
     assert (record.queue_s, record.ttft_s, record.duration_s, record.prediction_ratio) == (0.5, 1.5, 2.5, 2.0)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.generation.request_events import Abandoned, AnswerStarted, Begun, Ended, RequestEvent
+from cluster.generation.request_events import Abandoned, AnswerStarted, Begun, Ended, Failed, RequestEvent
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.web.disconnect import ClientDisconnected
 from cluster.web.principals import Principals
-from cluster.web.request_scope import RequestScope, RequestState
+from cluster.web.request_scope import RequestFacts, RequestScope
 
 
 class _Observer:
@@ -29,10 +29,20 @@ class _Observer:
         self.seen.append(event)
 
 
+class _Raising(_Observer):
+    """Fails at every event."""
+
+    def _fail(self, event: RequestEvent) -> None:
+        raise KeyError("a bug of the observer")
+
+    begin = see = end = _fail
+
+
 class _Scoped:
     """`app` in its scope, with a clock that counts calls."""
 
-    def __init__(self, app: ASGIApp, *, sends_request_id: bool = True) -> None:
+    def __init__(self, app: ASGIApp, *, sends_request_id: bool = True, observe: type[_Observer] = _Observer) -> None:
+        self._observer_class = observe
         self.observers: list[_Observer] = []
         self.sent: list[Message] = []
         times = iter(range(100))
@@ -45,7 +55,7 @@ class _Scoped:
         )
 
     def _observe(self) -> _Observer:
-        self.observers.append(_Observer())
+        self.observers.append(self._observer_class())
         return self.observers[-1]
 
     async def call(self, *headers: tuple[bytes, bytes], kind: str = "http") -> list[type[RequestEvent]]:
@@ -58,7 +68,7 @@ class _Scoped:
             return {"type": "http.disconnect"}
 
         await self._scope({"type": kind, "method": "POST", "path": "/p", "headers": list(headers)}, receive, send)
-        return self.kinds()
+        return self.kinds()  # none of an observer that keeps none
 
     def kinds(self) -> list[type[RequestEvent]]:
         seen = self.observers[-1].seen
@@ -66,7 +76,7 @@ class _Scoped:
         return [type(event) for event in seen]
 
 
-def answering(states: list[RequestState] | None = None) -> ASGIApp:
+def answering(states: list[RequestFacts] | None = None) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if states is not None:
             states.append(scope["state"]["request"])
@@ -84,7 +94,7 @@ def raising(error: BaseException) -> ASGIApp:
 
 
 async def test_answered_request_begins_starts_and_ends() -> None:
-    states: list[RequestState] = []
+    states: list[RequestFacts] = []
     scoped = _Scoped(answering(states))
     assert await scoped.call((b"x-request-id", b"abc"), (b"x-tenant", b"acme")) == [Begun, AnswerStarted, Ended]
     begun, started, _ = scoped.observers[0].seen
@@ -117,7 +127,16 @@ async def test_request_that_raises_ends_all_the_same() -> None:
     scoped = _Scoped(raising(KeyError("bug")))
     with pytest.raises(KeyError):
         await scoped.call()
-    assert scoped.kinds() == [Begun, Ended]
+    assert scoped.kinds() == [Begun, Failed, Ended]
+
+
+async def test_observer_that_raises_leaves_the_answer_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    scoped = _Scoped(answering(), observe=_Raising)
+    await scoped.call()
+    assert [message["type"] for message in scoped.sent] == ["http.response.start", "http.response.body"]
+    assert [record.message for record in caplog.records] == [
+        f"an observer failed at {kind}" for kind in ("Begun", "AnswerStarted", "Ended")
+    ]
 
 
 async def test_each_request_has_an_observer_of_its_own_and_what_is_not_http_has_none() -> None:

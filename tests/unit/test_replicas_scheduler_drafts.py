@@ -80,7 +80,7 @@ def test_drafts_never_go_beyond_the_length_of_the_request() -> None:
     assert (progress.token_ids, progress.finish_reason) == ((51, 52, 53), FinishReason.LENGTH)
 
 
-def test_drafts_leave_every_decode_its_token_and_prompts_a_block() -> None:
+def test_drafts_get_what_decodes_and_prompts_leave_of_the_budget() -> None:
     scheduler = new_scheduler(budget=12, max_num_seqs=4)
     for number, name in enumerate("abc"):
         begun(scheduler, name, first=10 * number)
@@ -88,9 +88,42 @@ def test_drafts_leave_every_decode_its_token_and_prompts_a_block() -> None:
         scheduler.propose(RequestKey(name, 0), [51] * 8)
     scheduler.add(new_request("d", 20, first=60))
     plan = scheduler.schedule()
-    assert shape(plan) == [("a", 6, 6), ("b", 5, 1), ("c", 4, 1), ("d", 0, 4)]
+    assert shape(plan) == [("a", 6, 1), ("b", 5, 1), ("c", 4, 1), ("d", 0, 9)]
     scheduler.update(plan, [[50]] * 3)
     scheduler.check()
+    scheduler.cancel(RequestKey("d", 0))
+    for name in "abc":
+        scheduler.propose(RequestKey(name, 0), [51] * 8)
+    assert shape(scheduler.schedule()) == [("a", 7, 9), ("b", 6, 2), ("c", 5, 1)]
+
+
+def test_drafts_keep_to_the_budget_of_a_step_in_which_requests_decode() -> None:
+    scheduler = new_scheduler(budget=32, mixed_budget=6)
+    begun(scheduler)
+    scheduler.propose(A, [51] * 8)
+    assert shape(scheduler.schedule()) == [("a", 4, 6)]
+
+
+def test_drafts_take_no_blocks_that_a_waiting_request_needs() -> None:
+    scheduler = new_scheduler(num_blocks=8, max_model_len=32)
+    begun(scheduler)
+    for number in range(3):
+        scheduler.propose(A, [51] * 20)
+        if number == 1:
+            scheduler.add(new_request("b", 20, first=60))
+        plan = scheduler.schedule()
+        scheduler.update(plan, [[50] for chunk in plan.chunks if chunk.samples])
+        scheduler.check()
+    assert [state.key.request_id for state in scheduler.running] == ["a", "b"]
+
+
+def test_drafts_are_for_one_step_alone() -> None:
+    scheduler = new_scheduler(budget=8, max_num_seqs=2)
+    begun(scheduler)
+    scheduler.propose(A, [51])
+    plan = scheduler.schedule()
+    scheduler.update(plan, [[7]])
+    assert shape(scheduler.schedule()) == [("a", 5, 1)]
 
 
 def test_drafts_take_no_blocks_from_other_requests() -> None:

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 import pytest
 
 from replicas.engine_config import Role
+from replicas.request import TraceContext
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.config import PolicyName, RouterConfig
 from router.policies.policy import RoundRobin
@@ -37,6 +37,7 @@ def record(policy: PolicyName, roles: tuple[Role, ...] = ("unified",)) -> tuple[
             ),
             0.1,
         )
+    requests: list[RoutingRequest] = []
     decisions = []
     for number in range(20):
         request = RoutingRequest(
@@ -47,9 +48,12 @@ def record(policy: PolicyName, roles: tuple[Role, ...] = ("unified",)) -> tuple[
             block_keys=tuple(bytes([number % 3, position]) for position in range(6)),
             deadline_s=5.0 if number % 2 else None,
             excluded_replicas=frozenset({"r1", "r3"}) if number % 4 == 0 else frozenset(),
+            trace_context=TraceContext(traceparent=f"00-{number:032x}-1-01", tracestate="a=1") if number % 2 else TraceContext(),
         )
+        requests.append(request)
         router.submit(request, number / 7)
         decisions += [answer for answer in router.step(number / 7) if isinstance(answer, Decision)]
+    assert [each.request for each in read_records(stream.getvalue().splitlines())] == requests
     return stream.getvalue(), decisions
 
 
@@ -74,7 +78,14 @@ def test_read_records_round_trips_requests_exactly() -> None:
     first = next(read_records(text.splitlines()))
     assert first.request.excluded_replicas == frozenset({"r1", "r3"})
     assert first.request.block_keys == tuple(bytes([0, position]) for position in range(6))
-    assert replace(first.request) == first.request
+    assert first.request.trace_context == TraceContext()
+
+
+def test_read_records_of_the_version_before_costs_had_a_unit() -> None:
+    text, decisions = record("scoring")
+    older = text.replace('"cost_s"', '"cost"')
+    assert older != text
+    assert [each.decision for each in read_records(older.splitlines())] == decisions
 
 
 def test_read_records_damaged_line_is_named() -> None:
