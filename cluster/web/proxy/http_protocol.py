@@ -1,0 +1,71 @@
+"""HTTP/1.1 as uvicorn reads it, for clients that offer to go on in another protocol."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from cluster.failures import BadRequest, answer_for
+from cluster.protocols.dialects import DEFAULT_DIALECT
+
+
+class HttpProtocol(HttpToolsProtocol):  # type: ignore[misc]
+    """Passes over every offer but a WebSocket (RFC 9110, section 7.8): the request is served as if it had none.
+
+    Java's clients offer `Upgrade: h2c` with each request. uvicorn's parser (0.54) stops after the head of such a request and takes its
+    body for the other protocol; so here the same head, without the offer, goes through a new parser, with what follows it.
+    """
+
+    parser: Any  # httptools' own, without types
+
+    def _should_upgrade(self) -> bool:
+        return self.parser.get_method() == b"GET" and bool(super()._should_upgrade())  # a handshake is a GET (RFC 6455, section 4.1)
+
+    @property
+    def _is_offer_passed_over(self) -> bool:
+        return self.parser.should_upgrade() and not self._should_upgrade()
+
+    def on_headers_complete(self) -> None:
+        if not self._is_offer_passed_over:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._is_offer_passed_over:
+            super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+            elif self.parser.get_method() == b"CONNECT":
+                self.send_400_response("CONNECT is not supported: this server is no proxy.")
+            else:
+                head = self._head_without_offer()
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+                self.data_received(head + data[stop.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _head_without_offer(self) -> bytes:
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(option for option in options if option.lower() not in (b"upgrade", b"http2-settings"))
+            if value and name not in (b"upgrade", b"http2-settings"):
+                lines.append(b"%s: %s" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's own, in the shape of an API error."""
+        body = json.dumps(DEFAULT_DIALECT.error_body(answer_for(BadRequest(msg, code="invalid_http"), ""))).encode()
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()
