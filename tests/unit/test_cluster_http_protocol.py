@@ -90,6 +90,16 @@ async def test_requests_with_offers_may_follow_each_other_in_pieces_of_any_size(
         assert [(await answer(reader))[1]["body"] for _ in bodies] == bodies
 
 
+async def test_thousands_of_requests_with_offers_in_one_piece_are_served(
+    connection: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+) -> None:
+    """More than a stack is deep."""
+    reader, writer = connection
+    writer.write(post("", "Connection: upgrade", "Upgrade: a") * 3000)
+    for _ in range(3000):
+        assert (await answer(reader))[0] == 200
+
+
 async def test_application_sees_nothing_of_the_offer(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
     reader, writer = connection
     writer.write(post("a", "X-Kept: 1", *JAVA, "Accept: */*"))

@@ -38,6 +38,12 @@ class HttpProtocol(HttpToolsProtocol):  # type: ignore[misc]
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        left: bytes | None = data
+        while left is not None:  # once more for each offer in it
+            left = self._read(left)
+
+    def _read(self, data: bytes) -> bytes | None:
+        """Reads up to the end of the first head with an offer; the bytes to read in its place, if there is one that is passed over."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
@@ -49,9 +55,10 @@ class HttpProtocol(HttpToolsProtocol):  # type: ignore[misc]
                 head = self._head_without_offer()
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-                self.data_received(head + data[stop.args[0] :])
+                return head + data[stop.args[0] :]
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
+        return None
 
     def _head_without_offer(self) -> bytes:
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
