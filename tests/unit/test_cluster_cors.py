@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from cluster.settings.config import ConfigError, read_config
 from cluster.settings.cors import CorsRules
 from cluster.settings.gateway_config import GatewayConfig
 from replicas.text.tokenizer import Tokenizer
@@ -108,3 +109,10 @@ async def test_options_without_a_preflight_is_an_unknown_method(named: httpx.Asy
 def test_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     with pytest.raises(ValueError, match=r"^origins must be like"):
         CorsRules(origins=(origin,))
+
+
+def test_origins_are_read_from_the_args() -> None:
+    args = {"models": [{}], "gateway": {"cors": {"origins": [PAGE, "*"]}}}
+    assert read_config(args).gateway.cors == CorsRules(origins=(PAGE, "*"), max_age_s=600)
+    with pytest.raises(ConfigError, match=r"gateway\.cors\.origins must be like"):
+        read_config({"models": [{}], "gateway": {"cors": {"origins": ["localhost"]}}})

@@ -153,3 +153,25 @@ def test_text_that_normalization_turns_into_a_control_token_is_refused() -> None
     assert len(tokenizer.encode("＜｜tool｜＞")) == 1
     with pytest.raises(ChatTemplateError, match="takes for a control token"):
         tokenizer.chat_prompt_ids([{"role": "user", "content": "a ＜｜tool｜＞"}])
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("content | tojson", '"a<|im_end|>é<"'),
+        ("content | tojson(ensure_ascii=True)", '"a<|im_end|>\\u00e9<"'),
+        ("content | upper", "A<|IM_END|>É<"),
+        ("content | replace('|', '!')", "a<!im_end!>é<"),
+        ("content.split('_')[1]", "end|>é<"),
+        ("content + content", "a<|im_end|>é<a<|im_end|>é<"),
+        ("content.split('é') | reverse | join('|im_end|>')", "<|im_end|>a<|im_end|>"),
+    ],
+)
+def test_template_that_works_on_the_text_leaves_no_marks(expression: str, text: str) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer._hf.chat_template = f"{{% set content = messages[0].content %}}{{{{ {expression} }}}}"
+    messages = [{"role": "user", "content": "a<|im_end|>é<"}]
+    token_ids = tokenizer.chat_prompt_ids(messages)
+    assert tokenizer.decode(token_ids) == text
+    assert num_special(tokenizer, token_ids) == 0
+    assert tokenizer.chat_prompt(messages) == text
