@@ -129,3 +129,36 @@ async def test_what_is_no_request_is_a_400_in_the_shape_of_the_api(
     check_schema("ErrorResponse", body)
     assert body["error"]["code"] == "invalid_http"
     assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("keep_alive", ["", "Connection: keep-alive\r\n"])
+@pytest.mark.parametrize(("path", "length"), [("/stream", None), ("/whole", b"8")])
+async def test_answer_to_http_1_0_has_no_chunks_and_ends_with_the_connection(keep_alive: str, path: str, length: bytes | None) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [] if length is None else [(b"content-length", length)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part in (b"one", b"", b"two", b"34"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET {path} HTTP/1.0\r\n{keep_alive}\r\n".encode())
+        async with asyncio.timeout(10):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    assert body == b"onetwo34"
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+
+
+async def test_application_that_fails_before_http_1_0_got_an_answer_is_a_500() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("boom")
+
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.0\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert (await reader.read()).startswith(b"HTTP/1.1 500 ")
+        writer.close()

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn reads it, for clients that offer to go on in another protocol."""
+"""HTTP/1 as uvicorn speaks it, for clients that offer to go on in another protocol, and for those of HTTP/1.0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.failures import BadRequest, answer_for
 from cluster.protocols.dialects import DEFAULT_DIALECT
@@ -70,9 +71,31 @@ class HttpProtocol(HttpToolsProtocol):  # type: ignore[misc]
                 lines.append(b"%s: %s" % (name, value))
         return b"\r\n".join([*lines, b"", b""])
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
+        super()._start_asgi_task(cycle, _until_closed(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+
     def send_400_response(self, msg: str) -> None:
         """uvicorn's own, in the shape of an API error."""
         body = json.dumps(DEFAULT_DIALECT.error_body(answer_for(BadRequest(msg, code="invalid_http"), ""))).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _until_closed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+    """The application for a client of HTTP/1.0, which knows no chunks: a stream ends with its connection (RFC 9112, section 6.3).
+
+    uvicorn (0.54) chunks every body whose length it is not told, so each part is told to be as long as it is.
+    """
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_full(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                cycle.chunked_encoding = False
+            elif message["type"] == "http.response.body":
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_in_full)
+
+    return run
