@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
@@ -27,6 +28,19 @@ class BadRequest(ValueError):
 
 class BodyTooLarge(Exception):
     """The body has more bytes than the gateway accepts."""
+
+
+class UnsupportedMediaType(Exception):
+    """The body is of a type, or in a coding, that the gateway does not read. `headers` say which ones it does."""
+
+    def __init__(self, message: str, *, code: str, headers: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.code = code
+        self.headers = headers
+
+
+class UnsupportedTransferCoding(Exception):
+    """The body was sent in a way that HTTP allows and the gateway does not read (RFC 9112, section 6.1)."""
 
 
 class ModelNotFound(Exception):
@@ -136,6 +150,8 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (ModelNotFound, _Row(404, ErrorKind.NOT_FOUND, "model_not_found", "model")),
     (DecisionNotFound, _Row(404, ErrorKind.NOT_FOUND, "decision_not_found", "request_id")),
     (BodyTooLarge, _Row(413, ErrorKind.TOO_LARGE, "body_too_large")),
+    (UnsupportedMediaType, _Row(415, ErrorKind.INVALID_REQUEST)),
+    (UnsupportedTransferCoding, _Row(501, ErrorKind.INVALID_REQUEST, "unsupported_transfer_encoding")),
     (Overloaded, _Row(429, ErrorKind.RATE_LIMIT, "rate_limit_exceeded")),
     (Unavailable, _Row(503, ErrorKind.UNAVAILABLE, "unavailable")),
     (RouterGone, _Row(503, ErrorKind.UNAVAILABLE, "unavailable")),
@@ -152,9 +168,7 @@ def answer_for(error: Exception, request_id: str) -> ErrorAnswer:
         if isinstance(error, cause):
             param = getattr(error, "param", None) or row.param
             code = getattr(error, "code", None) or row.code
-            return ErrorAnswer(
-                status=row.status, message=_one_line(error), kind=row.kind, param=param, code=code, headers=_retry_headers(error)
-            )
+            return ErrorAnswer(status=row.status, message=_one_line(error), kind=row.kind, param=param, code=code, headers=_headers(error))
     logger.error("request %s failed", request_id, exc_info=error)
     return ErrorAnswer(
         status=500,
@@ -164,17 +178,30 @@ def answer_for(error: Exception, request_id: str) -> ErrorAnswer:
     )
 
 
+# Status -> kind and code of answers that the framework or Serve's proxy makes; others go by their hundred.
+_HTTP: dict[int, tuple[ErrorKind, str | None]] = {
+    404: (ErrorKind.NOT_FOUND, "unknown_url"),
+    405: (ErrorKind.INVALID_REQUEST, "method_not_allowed"),
+    408: (ErrorKind.UNAVAILABLE, "request_timeout"),
+    413: (ErrorKind.TOO_LARGE, "body_too_large"),
+    429: (ErrorKind.RATE_LIMIT, "rate_limit_exceeded"),
+    500: (ErrorKind.INTERNAL, "internal_error"),
+    503: (ErrorKind.UNAVAILABLE, "unavailable"),
+}
+
+
 def _http_answer(error: HTTPException) -> ErrorAnswer:
     status = error.status_code
     phrase = HTTPStatus(status).phrase if not error.detail else str(error.detail)
-    kind = ErrorKind.INTERNAL if status >= 500 else ErrorKind.NOT_FOUND if status == 404 else ErrorKind.INVALID_REQUEST
-    codes = {404: "unknown_url", 405: "method_not_allowed"}
-    return ErrorAnswer(status=status, message=phrase, kind=kind, code=codes.get(status), headers=dict(error.headers or {}))
+    other = (ErrorKind.INTERNAL if status >= 500 else ErrorKind.INVALID_REQUEST, None)
+    kind, code = _HTTP.get(status, other)
+    return ErrorAnswer(status=status, message=phrase, kind=kind, code=code, headers=dict(error.headers or {}))
 
 
-def _retry_headers(error: Exception) -> dict[str, str]:
+def _headers(error: Exception) -> dict[str, str]:
     retry_after_s = getattr(error, "retry_after_s", None)
-    return {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    retry = {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    return {**getattr(error, "headers", {}), **retry}
 
 
 def _one_line(error: Exception) -> str:

@@ -109,17 +109,18 @@ class LLM:
         texts: list[str | None] = []
         ids: list[list[int]] = []
         for index, conversation in enumerate(conversations):
+            options: dict[str, Any] = {
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                "template_kwargs": chat_template_kwargs,
+            }
             try:
-                text = self.tokenizer.chat_prompt(
-                    conversation,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    template_kwargs=chat_template_kwargs,
-                )
+                texts.append(self.tokenizer.chat_prompt(conversation, **options))
+                ids.append(self.tokenizer.chat_prompt_ids(conversation, **options))
             except ChatTemplateError as error:
                 raise ChatTemplateError(f"conversation {index}: {error}") from error
-            texts.append(text)
-            ids.append(self._encode(text, index, add_special_tokens=False))
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}") from error
         return self._run(texts, ids, _as_params(sampling_params, len(ids)), use_tqdm)
 
     def shutdown(self) -> None:
@@ -134,11 +135,11 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.shutdown()
 
-    def _encode(self, prompt: Prompt, index: int, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, prompt: Prompt, index: int) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
         try:
-            return self.tokenizer.encode(prompt, add_special_tokens)
+            return self.tokenizer.encode(prompt)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from error
 

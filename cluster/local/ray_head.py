@@ -26,13 +26,15 @@ _REPO_ROOT = Path(__file__).resolve().parents[2]
 
 # Read by every Ray process; measured in messages a second from replica to gateway, the stream path is about four times
 # as fast with the first one, which leaves out the proxy (Ray 2.60): the second. Direct ingress would listen on all
-# addresses; a log buffer would hide the last lines.
+# addresses; a log buffer would hide the last lines. Serve's gRPC takes messages up to 4 MiB, and answers with log-probabilities or many
+# choices are longer: its limit becomes that of the message format.
 RAY_ENVIRONMENT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.web.proxy_guard:middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.web.proxy.middlewares:middlewares",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONPATH": str(_REPO_ROOT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -21,7 +22,10 @@ class WireModel(BaseModel):
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """The body as a JSON object. Raises BadRequest for anything else (RFC 8259: no NaN, UTF-8 only, bounded nesting)."""
+    """The body as a JSON object. Raises BadRequest for anything else (RFC 8259: no NaN, UTF-8 only, bounded nesting).
+
+    A byte order mark before it is passed over, as RFC 8259 allows."""
+    body = body.removeprefix(codecs.BOM_UTF8)
     if not body:
         raise BadRequest("The request has no body: send a JSON object.", code="invalid_json")
     try:

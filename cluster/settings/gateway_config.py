@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cluster.settings.cors import CorsRules
 from cluster.settings.failover import FailoverPolicy
 from cluster.settings.limits import RequestLimits
 from cluster.settings.priorities import PriorityRules
@@ -23,6 +24,8 @@ class GatewayConfig:
     tenant_header: str = "X-Tenant"
     """HTTP header with the tenant's name, for fairness and logs; requests without it share the tenant "default"."""
     priorities: PriorityRules = field(default_factory=PriorityRules)
+    cors: CorsRules = field(default_factory=CorsRules)
+    """Web pages that may call the API from a browser; none unless named."""
     log_prompts: bool = False
     """Whether the access log has prompts. Off by default, because users' text does not belong in logs."""
 

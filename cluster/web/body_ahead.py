@@ -14,7 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SCOPE_KEY = "manta.body"
 _SERVE_FETCH = "_receive_asgi_messages"  # of Serve's own `receive` (Ray 2.60): how it asks the proxy
-_NO_DISCONNECTS = b"x-request-disconnect-disabled"  # a header of Serve's: it then cancels nothing when the client goes
 MAX_BODY_BYTES = 2**18
 """Largest body that goes ahead. A larger one is fetched, chunk by chunk, by its reader, or refused before it was sent."""
 
@@ -65,10 +64,9 @@ class BodyTaken:
 
 
 def _is_to_be_fetched(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether the body is larger than goes ahead, or Serve is told not to look after the client: then the gateway has to."""
-    named = dict(headers)
-    declared = named.get(b"content-length", b"")
-    return (declared.isdigit() and int(declared) > MAX_BODY_BYTES) or _NO_DISCONNECTS in named
+    """Whether the body is larger than goes ahead."""
+    declared = dict(headers).get(b"content-length", b"")
+    return declared.isdigit() and int(declared) > MAX_BODY_BYTES
 
 
 async def _fetch_nothing(metadata: object) -> bytes:

@@ -16,6 +16,7 @@ from cluster.models.model_registry import ModelRegistry
 from cluster.protocols.dialect import Dialect
 from cluster.protocols.dialects import DEFAULT_DIALECT, DIALECTS
 from cluster.settings.gateway_config import GatewayConfig
+from cluster.web.cors import Cors
 from cluster.web.error_answers import error_response, guarded
 from cluster.web.generation_endpoint import GenerationEndpoint
 from cluster.web.principals import Principals
@@ -51,6 +52,8 @@ def create_app(
         app.add_route(path, guarded(utility, DEFAULT_DIALECT), methods=[method])
     app.add_exception_handler(HTTPException, _answer_unrouted)
     app.add_middleware(RequestScope, principals=Principals(config), observe=observe, sends_request_id=sends_request_id)
+    if config.cors.origins:
+        app.add_middleware(Cors, rules=config.cors)
     return app
 
 

@@ -176,7 +176,7 @@ def _apply_penalties(work_RV: Tensor, states: Sequence[SamplingState]) -> None:
     row_N = torch.from_numpy(np.repeat(np.array(rows), sizes)).to(device)
     id_N = torch.from_numpy(np.concatenate([ids for ids, _ in arrays])).to(device)
     count_N = torch.from_numpy(np.concatenate([counts for _, counts in arrays])).to(device, torch.float32)
-    repetition_N = per_pair([states[row].params.repetition_penalty for row in rows])
+    repetition_N = per_pair([states[row].repetition_penalty for row in rows])
     presence_N = per_pair([states[row].params.presence_penalty for row in rows])
     frequency_N = per_pair([states[row].params.frequency_penalty for row in rows])
     value_N = work_RV[row_N, id_N]

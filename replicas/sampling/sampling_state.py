@@ -12,6 +12,8 @@ from replicas.request import GenerationRequest
 
 _MAX_BIAS = 1e30
 """Far above any logit, and finite in float32 also when added to one."""
+_MIN_REPETITION, _MAX_REPETITION = 1e-30, 1e30
+"""Bounds of a factor that keeps logits finite in float32; beyond them repeated tokens are all or nothing anyway."""
 
 
 class LogitsMask(Protocol):
@@ -90,6 +92,11 @@ class SamplingState:
                 self._counts.remove(token_id)
         if self.mask is not None:
             self.mask.rollback(len(gone_ids))
+
+    @property
+    def repetition_penalty(self) -> float:
+        """Finite in float32, and so are the logits that it divides or multiplies."""
+        return min(max(self.params.repetition_penalty, _MIN_REPETITION), _MAX_REPETITION)
 
     def bias(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Token ids of `logit_bias`, and the value added to the logit of each."""

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from replicas.text.control_tokens import ControlTokens
 from replicas.text.token_bytes import BYTE_TOKEN, DecoderKind, byte_level_bytes, decoder_kind, space_markers
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class Tokenizer:
         self._space_markers = space_markers(decoder)
         self.special_token_ids = frozenset(special)
         """Tokens without text under `skip_special_tokens`."""
+        self._control_tokens: ControlTokens | None = None  # built for the first chat, like what follows
+        self._joint_ids: list[int] | None = None
         own_eos = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.eos_token_ids = eos_token_ids | frozenset(own_eos)
 
@@ -115,18 +118,23 @@ class Tokenizer:
 
         Raises TextTooLong if the text is far over `limit` tokens, without tokenizing all of it.
         """
+        self._check_text(text, limit)
+        return self._encode([text], add_special_tokens)[0]
+
+    def _check_text(self, text: str, limit: int | None) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"text must be valid Unicode; it has a lone surrogate at character {error.start}") from error
         if limit is not None and len(text) > _USUAL_CHARS * limit and self._is_far_over(text, limit):
             raise TextTooLong(f"the text has more than {limit} tokens")
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         if self._backend is not None:
             # `encode` holds the GIL until it ends, seconds for a long prompt; the batch calls release it.
-            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-            return ids
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
         with self._lock:
-            return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+            return [list(self._hf.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
 
     def _is_far_over(self, text: str, limit: int) -> bool:
         """Counts tokens piece by piece. A cut changes only the tokens around it, so a count over `limit` by an eighth is certain."""
@@ -162,19 +170,43 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation under the model's chat template.
 
+        Only the template writes control tokens: text of `messages` and `template_kwargs` that spells one is encoded as text.
         `template_kwargs` reach the template as variables (`tools`, `enable_thinking`). Raises ChatTemplateError with the
         template's own message if it rejects the messages, and TextTooLong like `encode`.
         """
-        return self.encode(
-            self.chat_prompt(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                template_kwargs=template_kwargs,
-            ),
-            add_special_tokens=False,  # the template writes them
-            limit=limit,
+        pieces = self._chat_pieces(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
         )
+        self._check_text("".join(pieces), limit)
+        token_ids = self._encode_pieces(pieces)
+        if not self._controls().are_only(pieces, token_ids):
+            raise ChatTemplateError("the messages hold text that this model's tokenizer takes for a control token")
+        return token_ids
+
+    def _encode_pieces(self, pieces: list[str]) -> list[int]:
+        """Token ids of parts of one prompt. The template writes the special tokens of its beginning."""
+        first, *others = self._encode(pieces, add_special_tokens=False)
+        joint = self._joint() if others else []
+        if joint:
+            # At its start a text gets a space that must not come between pieces: each is encoded behind a newline, taken off again.
+            behind = self._encode([f"\n{piece}" for piece in pieces[1:]], add_special_tokens=False)
+            others = [ids[len(joint) :] if ids[: len(joint)] == joint else own for ids, own in zip(behind, others, strict=True)]
+        return [*first, *(token_id for ids in others for token_id in ids)]
+
+    def _joint(self) -> list[int]:
+        """Token ids of a newline at the start of a text, for tokenizers that put a space there; empty for others."""
+        if self._joint_ids is None:
+            twice = [token_id for ids in self._encode(["x", "x"], add_special_tokens=False) for token_id in ids]
+            self._joint_ids = [] if self.decode(twice) == "xx" else self._encode(["\n"], add_special_tokens=False)[0]
+        return self._joint_ids
+
+    def _controls(self) -> ControlTokens:
+        if self._control_tokens is None:
+            self._control_tokens = ControlTokens.of(self._hf.added_tokens_decoder, str(self._hf.chat_template), self._hf.unk_token_id)
+        return self._control_tokens
 
     def chat_prompt(
         self,
@@ -184,7 +216,25 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that `chat_prompt_ids` tokenizes."""
+        """The text that `chat_prompt_ids` tokenizes; tokenized as a whole, it may have other control tokens."""
+        return "".join(
+            self._chat_pieces(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=template_kwargs,
+            )
+        )
+
+    def _chat_pieces(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> list[str]:
+        """The rendered prompt, cut where text of the messages would make control tokens."""
         from jinja2 import TemplateError
 
         if not self.has_chat_template:
@@ -193,19 +243,18 @@ class Tokenizer:
             raise ChatTemplateError("messages must hold at least one message")
         if add_generation_prompt and continue_final_message:
             raise ChatTemplateError("add_generation_prompt and continue_final_message cannot both be true")
+        controls = self._controls()
         variables = dict(template_kwargs or {})
         if refused := sorted(_FIXED_TEMPLATE_ARGUMENTS & variables.keys()):
             raise ChatTemplateArgumentError(f"chat_template_kwargs must not hold {', '.join(refused)}")
         try:
             with self._lock:
-                return str(
-                    self._hf.apply_chat_template(
-                        [dict(message) for message in messages],
-                        tokenize=False,
-                        add_generation_prompt=add_generation_prompt,
-                        continue_final_message=continue_final_message,
-                        **variables,
-                    )
+                rendered = self._hf.apply_chat_template(
+                    controls.mark(list(messages)),
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **{name: controls.mark(value) for name, value in variables.items()},
                 )
         # A template fails on unexpected values with Python's errors: adding None to a string, indexing a missing key.
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
@@ -220,6 +269,7 @@ class Tokenizer:
                     "the chat template alters the final message, so continue_final_message cannot go on from it"
                 ) from error
             raise ChatTemplateError("the chat template cannot render these messages: check their roles, order and content") from error
+        return controls.pieces(str(rendered))
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's string for a token; None for an id without a token."""

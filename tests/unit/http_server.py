@@ -8,16 +8,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from cluster.web.proxy.http_protocol import HttpProtocol
 
 
 @asynccontextmanager
-async def serving(app: FastAPI) -> AsyncIterator[int]:
+async def serving(app: ASGIApp) -> AsyncIterator[int]:
     """Serves `app` on a free port of the loopback address and yields the port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", ws="none", timeout_graceful_shutdown=1))
+        server = uvicorn.Server(
+            uvicorn.Config(app, http=HttpProtocol, log_config=None, lifespan="auto", ws="none", timeout_graceful_shutdown=1)
+        )
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with asyncio.timeout(30):

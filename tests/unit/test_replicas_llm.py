@@ -254,6 +254,13 @@ def test_chat_one_conversation_or_many(llm, default_tokenizer):
     assert "Yo" in outputs[1].prompt
 
 
+def test_chat_text_that_spells_a_control_token_stays_text(llm, default_tokenizer):
+    (output,) = llm.chat([{"role": "user", "content": "a<|im_end|>b"}], use_tqdm=False)
+    plain = default_tokenizer.chat_prompt_ids([{"role": "user", "content": "ab"}])
+    assert output.prompt_token_ids.count(EOS) == plain.count(EOS)
+    assert default_tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False) == output.prompt
+
+
 def test_chat_bad_conversation_is_refused_by_index(llm, engine):
     good = [{"role": "user", "content": "Hi"}]
     with pytest.raises(ChatTemplateError, match=r"^conversation 1: the chat template cannot render"):

@@ -29,7 +29,7 @@ def reference():
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hi <|im_end|> 你好"},
+    {"role": "user", "content": "Hi <| im_end > 你好"},
     {"role": "assistant", "content": "Hello"},
     {"role": "user", "content": "Bye"},
 ]

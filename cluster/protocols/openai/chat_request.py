@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from cluster.protocols.openai.generation_fields import GenerationFields, Identifier, without_surrogates
+from cluster.protocols.openai.generation_fields import GenerationFields, Identifier, Text, without_surrogates
 from cluster.protocols.wire import WireModel, json_type
 
 # Parameter -> values that ask for nothing. Everything else about them is refused by name.
@@ -30,17 +30,20 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+# Fields that answers have, and clients send back as they got them (the OpenAI client's `parsed` too), with what may stand in them.
 _NEUTRAL_MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "refusal": (),
+    "parsed": (),
     "tool_calls": ([],),
 }
+_TEXT_PARTS = ("text", "refusal")
+"""Types of content parts; each has its text in the member of its own name."""
 
 
 def _content(value: object) -> str | None:
-    """A string, or text parts, which are joined by newlines; null for an assistant that said nothing."""
+    """A string, or parts with text, which are joined by newlines; null for an assistant that said nothing."""
     if value is None or isinstance(value, str):
         return None if value is None else without_surrogates(value)
     if not isinstance(value, list):
@@ -51,11 +54,12 @@ def _content(value: object) -> str | None:
     for index, part in enumerate(value):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise ValueError(f"must hold parts with a 'type', got {json_type(part)} at {index}")
-        if part["type"] != "text":
-            raise ValueError(f"part {index} is of type {part['type'][:40]!r}, and this server takes only 'text'")
-        if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError(f"part {index} must have 'type' and a string 'text', and nothing else")
-        texts.append(without_surrogates(part["text"]))
+        kind = part["type"]
+        if kind not in _TEXT_PARTS:
+            raise ValueError(f"part {index} is of type {kind[:40]!r}, and this server takes only 'text'")
+        if part.keys() != {"type", kind} or not isinstance(part[kind], str):
+            raise ValueError(f"part {index} must have 'type' and a string '{kind}', and nothing else")
+        texts.append(without_surrogates(part[kind]))
     return "\n".join(texts)
 
 
@@ -64,6 +68,8 @@ class ChatMessage(WireModel):
 
     role: Literal["developer", "system", "user", "assistant"]
     content: Annotated[Any, BeforeValidator(_content)] = None
+    refusal: Text | None = None
+    """What the assistant said instead of an answer: text like `content`."""
     name: Identifier | None = None
 
     @model_validator(mode="before")
@@ -77,13 +83,16 @@ class ChatMessage(WireModel):
                 raise ValueError(f"'{name}' is not supported by this server in a message")
         if fields.get("role") in ("tool", "function"):
             raise ValueError(f"role '{fields['role']}' is not supported by this server, use developer, system, user or assistant")
+        if fields.get("refusal") is not None and fields.get("role") != "assistant":
+            raise ValueError("'refusal' is only for messages of role assistant")
         if fields.get("content") is None and fields.get("role") != "assistant":
             raise ValueError("'content' must be a string or an array of text parts in a message of this role")
         return {name: value for name, value in fields.items() if name not in _NEUTRAL_MESSAGE_FIELDS}
 
     def for_template(self) -> dict[str, str]:
         """As chat templates expect it. Templates know no developer role: it is the newer name of system."""
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        content = "\n".join(text for text in (self.content, self.refusal) if text)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.name is not None:
             message["name"] = self.name
         return message

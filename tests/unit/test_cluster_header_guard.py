@@ -1,4 +1,4 @@
-"""The guard before Serve's proxy: headers that are not UTF-8 never reach it."""
+"""The guard before Serve's proxy: headers that are not UTF-8 never reach it, nor those on which it would act."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.web.proxy_guard import HeaderGuard
+from cluster.web.proxy.header_guard import HeaderGuard
 from tests.unit.openai_schemas import check_schema
 
 
@@ -31,7 +31,7 @@ async def guarded(headers: list[tuple[bytes, bytes]], kind: str = "http") -> tup
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await HeaderGuard(proxy)({"type": kind, "headers": headers}, _receive, send)
+    await HeaderGuard(proxy)({"type": kind, "path": "/v1/completions", "headers": headers}, _receive, send)
     return proxy, sent
 
 
@@ -56,3 +56,21 @@ async def test_header_that_is_not_utf8_is_named_in_a_400(header: tuple[bytes, by
 async def test_what_is_not_http_passes() -> None:
     proxy, _ = await guarded([(b"x", b"\xff")], kind="websocket")
     assert len(proxy.scopes) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"x-request-timeout-seconds",
+        b"X-Request-Timeout-Seconds",
+        b"x-request-disconnect-disabled",
+        b"serve_multiplexed_model_id",
+        b"serve-multiplexed-model-id",
+        b"x-serve-router-anything",
+    ],
+)
+async def test_header_on_which_serve_acts_is_taken_out_and_no_other(name: bytes) -> None:
+    others = [(b"accept", b"*/*"), (b"x-request-id", b"a"), (b"x-request-timeout", b"1"), (b"x-server", b"b")]
+    proxy, sent = await guarded([*others[:2], (name, b"0.3"), *others[2:]])
+    assert [scope["headers"] for scope in proxy.scopes] == [others]
+    assert sent == []

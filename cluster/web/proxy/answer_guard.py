@@ -1,0 +1,104 @@
+"""Answers that Serve's own proxy makes: plain text for a timeout or an unknown path, nothing at all for a failure."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.failures import Unavailable, answer_for
+from cluster.protocols.dialect import Dialect
+from cluster.protocols.dialects import dialect_of
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = "x-request-id"
+_SERVES_OWN_PATHS = "/-/"
+_MAX_TEXT_BYTES = 4096
+
+
+class AnswerGuard:
+    """ASGI middleware. Every error has the shape of its path's dialect, whoever makes it, and every answer a request id.
+
+    A stream that breaks off behind it ends with an error event. What fails behind it fails alone: the proxy goes on.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(_SERVES_OWN_PATHS):
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get(_REQUEST_ID)
+        if request_id is None:  # else Serve would make one that is not known here
+            request_id = f"req-{secrets.token_hex(12)}"
+            scope = {**scope, "headers": [*scope["headers"], (_REQUEST_ID.encode(), request_id.encode())]}
+        answer = _Answer(scope, receive, send, dialect_of(scope["path"]), request_id)
+        try:
+            await self._app(scope, receive, answer.send)
+        except Exception:
+            logger.exception("request %s failed in the proxy", request_id)
+        await answer.finish()
+
+
+class _Answer:
+    """One answer on its way to the client."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, dialect: Dialect, request_id: str) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._dialect = dialect
+        self._request_id = request_id
+        self._has_started = False
+        self._is_complete = False
+        self._is_stream = False
+        self._refusal: Message | None = None  # the start of an answer that is told in other words
+        self._text = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(raw=[(name, value) for name, value in message.get("headers", ())])
+            headers.setdefault(_REQUEST_ID, self._request_id)
+            if message["status"] >= 400 and headers.get("content-type", "text/plain").startswith("text/plain"):
+                self._refusal = message
+                return
+            self._has_started = True
+            self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
+            message = {**message, "headers": headers.raw}
+        elif message["type"] == "http.response.body":
+            if self._refusal is not None:
+                self._text = (self._text + message.get("body", b""))[:_MAX_TEXT_BYTES]
+                if not message.get("more_body", False):
+                    await self._tell_refusal(self._refusal)
+                return
+            self._is_complete = not message.get("more_body", False)
+        await self._send(message)
+
+    async def finish(self) -> None:
+        """Says that the answer broke off, where nobody has. A client that has gone is told nothing: the server drops it."""
+        if self._is_complete:
+            return
+        if not self._has_started:
+            await self._tell(HTTPException(500, f"The request failed in the server; its log has it under request {self._request_id}."))
+        elif self._is_stream:
+            answer = answer_for(Unavailable("The stream broke off: the gateway that served it has gone."), self._request_id)
+            await self._send({"type": "http.response.body", "body": self._dialect.error_event(answer), "more_body": False})
+
+    async def _tell_refusal(self, start: Message) -> None:
+        headers = Headers(raw=[(name, value) for name, value in start.get("headers", ())])
+        kept = {name: headers[name] for name in ("allow", "retry-after") if name in headers}
+        text = " ".join(self._text.decode(errors="replace").split())
+        await self._tell(HTTPException(start["status"], text, headers=kept))
+
+    async def _tell(self, error: HTTPException) -> None:
+        self._has_started = self._is_complete = True
+        answer = answer_for(error, self._request_id)
+        response = JSONResponse(self._dialect.error_body(answer), status_code=answer.status, headers=answer.headers)
+        response.headers[_REQUEST_ID] = self._request_id
+        await response(self._scope, self._receive, self._send)
