@@ -23,10 +23,6 @@ class StreamJournal:
         return self._attempt
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        return self._request.wants_prompt_logprobs
-
-    @property
     def num_tokens(self) -> int:
         return len(self._token_ids)
 

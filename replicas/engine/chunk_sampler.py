@@ -25,7 +25,8 @@ class DrawnTokens:
 
 
 class ChunkSampler:
-    """Scores prompts and draws tokens. Changes no request except that it appends the prompt's log-probabilities.
+    """Scores prompts and draws tokens. Of a request it changes the collected log-probabilities of the prompt, and nothing else: tokens
+    that a verification appends are gone when it returns.
 
     Drafts are verified by the ordinary draws: the token at a draft's position is drawn as if the draft did not exist, and the next row
     is used only if the draft equals that token. So drafts change no token, whatever the temperature, penalties or grammar.

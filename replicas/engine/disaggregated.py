@@ -9,7 +9,6 @@ from typing import Literal, get_args
 from replicas.engine.engine import Engine
 from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
-from replicas.handoff.kv_exchange import NoExchange
 from replicas.handoff.paired_progress import BAD_ENDINGS, PairedProgress
 from replicas.handoff.wiring import InProcessWiring, RemoteWiring
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput
@@ -39,7 +38,7 @@ class DisaggregatedEngine:
     """
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
-        if any(isinstance(engine.handoffs, NoExchange) for engine in (prefill, decode)):
+        if not (prefill.handoffs.is_open and decode.handoffs.is_open):
             raise ValueError("role must be prefill for the one engine and decode for the other: a unified one hands nothing over")
         self.prefill, self.decode = prefill, decode
         self._pairs: dict[RequestKey, _Pair] = {}

@@ -64,6 +64,8 @@ class Handoffs:
     a pull succeeds if all ranks' pulls do, and its request continues only when no rank writes for it any more.
     """
 
+    is_open = True
+
     def __init__(
         self,
         *,

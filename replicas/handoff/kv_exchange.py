@@ -15,6 +15,11 @@ class KVExchange(Protocol):
     """Gives an engine's KV to other engines and brings KV from them. Used by the engine's thread, except `wake`."""
 
     @property
+    def is_open(self) -> bool:
+        """Whether this engine exchanges KV at all."""
+        ...
+
+    @property
     def has_work(self) -> bool:
         """Whether transfers hold blocks or pulls run, so that steps must continue until they end."""
         ...
@@ -72,6 +77,7 @@ class KVExchange(Protocol):
 class NoExchange:
     """Null object of an engine with role unified: it hands nothing over, and computes the KV of requests that bring a handoff."""
 
+    is_open = False
     has_work = False
     tokens_per_s: float | None = None
 
