@@ -29,7 +29,9 @@ def build(args: dict[str, Any]) -> Application:
     config, log_level = read_config(args), read_environment().log_level
     pools = [pool for model in config.models for pool in model.pools]
     surge_percent = SURGE_PERCENT if has_room_for(_needs(config)) else 0
-    router = _shell(RouterDeployment).options(name="router", ray_actor_options={"num_cpus": 0.1}).bind(config.router, log_level)
+    router_options = {"name": "router", "ray_actor_options": {"num_cpus": 0.1}}
+    names = frozenset(model.name for model in config.models)
+    router = _shell(RouterDeployment).options(**router_options).bind(config.router, names, log_level)
     replicas = {
         model.name: {pool.role: _replicas(model, pool, pools, router, log_level, surge_percent) for pool in model.pools}
         for model in config.models

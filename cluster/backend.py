@@ -53,6 +53,10 @@ class Backend(Protocol):
         """Tells the router at once what silence would tell it later. Does not block."""
         ...
 
+    async def num_serving(self) -> dict[str, int]:
+        """Model -> replicas that can take requests, in the router's view. Raises RouterGone."""
+        ...
+
     async def describe_router(self) -> dict[str, Any]:
         """The router's own view, for /debug/router. Raises RouterGone."""
         ...

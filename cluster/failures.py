@@ -40,7 +40,10 @@ class DecisionNotFound(Exception):
     """The router keeps no decision on a request of that id; it knows only the last ones."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"No decision on {request_id[:200]!r} is kept: ids are those of answers, and only the last ones are known.")
+        super().__init__(
+            f"No decision on {request_id[:200]!r} is kept: give the `id` of an answer (chatcmpl-..., not X-Request-Id; the access log has "
+            "both), and only the last ones are known."
+        )
 
 
 class Overloaded(Exception):
@@ -57,6 +60,10 @@ class Unavailable(Exception):
     def __init__(self, reason: str, retry_after_s: float = 2.0) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
+
+
+class ModelRemoved(Unavailable):
+    """The configuration has the model no more: no replica of it will come, however long a request waits."""
 
 
 class GenerationFailed(Exception):

@@ -147,7 +147,7 @@ class Decision:
     candidates: tuple[CandidateScore | CandidateLoad, ...] = ()
 
 
-RejectionKind = Literal["queue_full", "tenant_limit", "predicted_wait", "no_replica"]
+RejectionKind = Literal["queue_full", "tenant_limit", "predicted_wait", "no_replica", "not_served"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,4 +162,4 @@ class Rejection:
     @property
     def is_unavailable(self) -> bool:
         """Nothing is wrong with the request or its number: nobody is there to serve it."""
-        return self.kind == "no_replica"
+        return self.kind in ("no_replica", "not_served")
