@@ -15,6 +15,7 @@ import yaml
 
 from cluster.local.preflight import LaunchError, check_disk, check_http_port, check_no_other_ray
 from cluster.local.ray_head import DASHBOARD_PORT, GCS_PORT, RayHead
+from cluster.local.room import check_room, machine_resources
 from cluster.local.serve_keys import check_serve_keys
 from cluster.local.serve_rest import DeployProgress, ServeRest, auth_headers
 from cluster.settings.config import ClusterConfig, ConfigError, Environment, read_config
@@ -42,6 +43,7 @@ class Launcher:
         config = read_serve_config(config_path, port)
         clusters = check_applications(config)
         check_serve_keys(config)
+        check_room(config, clusters, machine_resources())
         http_port = config["http_options"]["port"]
         check_disk(self._environment.state_dir)
         own_pids = self._ray.pids()
