@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,6 +22,8 @@ from replicas.process.heap import freeze_heap
 from replicas.process.logs import start_logging
 from replicas.serve.handles import over_grpc
 from replicas.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # More than any queue limit: the router decides who waits, and answers 429 itself.
 MAX_ONGOING_REQUESTS = 1_000_000
@@ -53,6 +56,8 @@ class Gateway:
     ) -> None:
         """`replicas` maps each model's name to its pools, and each pool to the handle of its deployment; `targets` has each model's."""
         start_logging(log_level)
+        for caution in config.priorities.cautions:
+            logger.info("%s", caution)
         self._config = config
         pools = {name: {role: over_grpc(handle) for role, handle in handles.items()} for name, handles in replicas.items()}
         self._backend = ServeBackend(over_grpc(router), pools)
