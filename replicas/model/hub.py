@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import httpx2
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of the client that the hub's version has
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    HTTPError,
+    RepositoryNotFoundError,
+)
 
 CONFIG = "config.json"
 TIMEOUT_S = 5.0
@@ -31,7 +36,7 @@ def require_on_hub(model_id: str, timeout_s: float = TIMEOUT_S) -> None:
         ) from error
     except EntryNotFoundError as error:
         raise ValueError(f"model {model_id!r} has no {CONFIG}: give one in the format of transformers") from error
-    except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:
         raise ValueError(
             f"model {model_id!r} is not in the cache, and {constants.ENDPOINT} cannot be reached ({_first_line(error)}): check the "
             "network, or give a folder that has the model"
