@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from replicas.engine_config import EngineConfig
 from replicas.model.proof import memory_bytes, prove, require_weights
+from tests.tiny_models import CONFIGS
 
 FolderOf = Callable[[str], Path]
 
@@ -35,6 +36,37 @@ def test_ranks_that_cannot_divide_the_model_are_told_what_can(folder_of: FolderO
     assert prove(replace(config_of(folder_of("llama")), tensor_parallel_size=2), has_gpu=False) > 0
     with pytest.raises(ValueError, match=r"tensor_parallel_size 1000 cannot divide .*sizes from 1 to 4 work"):
         prove(replace(config_of(folder_of("llama")), tensor_parallel_size=1000), has_gpu=False)
+
+
+LLAMA_BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4
+"""Layers, K and V, KV heads, dim, float32."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"kv_cache_bytes": 32 * LLAMA_BYTES_PER_TOKEN, "max_model_len": 32}, None),
+        ({"kv_cache_bytes": 32 * LLAMA_BYTES_PER_TOKEN - 1, "max_model_len": 32}, "hold fewer than 2 blocks"),
+        ({"kv_cache_bytes": 32 * LLAMA_BYTES_PER_TOKEN, "max_model_len": 33}, "max_model_len 33 needs"),
+        ({"kv_cache_bytes": 16 * LLAMA_BYTES_PER_TOKEN, "max_model_len": 32, "tensor_parallel_size": 2}, None),  # a head on each
+        ({"kv_cache_bytes": 16 * LLAMA_BYTES_PER_TOKEN - 1, "max_model_len": 32, "tensor_parallel_size": 2}, "hold fewer than 2 blocks"),
+        ({"max_model_len": 128}, None),
+        ({"max_model_len": 129}, "the model has positions for 128 tokens"),
+    ],
+)
+def test_kv_that_cannot_hold_what_is_asked_for_is_refused(folder_of: FolderOf, settings: dict[str, int], error: str | None) -> None:
+    config = replace(config_of(folder_of("llama")), **settings)
+    if error is None:
+        assert prove(config, has_gpu=False) > 0
+    else:
+        with pytest.raises(ValueError, match=error):
+            prove(config, has_gpu=False)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_is_proven(folder_of: FolderOf, caplog: pytest.LogCaptureFixture, family: str) -> None:
+    assert prove(config_of(folder_of(family)), has_gpu=False) > 0
+    assert "is not proven" not in caplog.text
 
 
 def test_folder_without_weights_is_refused(folder_of: FolderOf, tmp_path: Path) -> None:
@@ -63,7 +95,7 @@ def test_model_that_is_not_supported_is_refused(folder_of: FolderOf, tmp_path: P
 
 def test_what_only_the_gpu_of_another_machine_decides_is_left_open(folder_of: FolderOf) -> None:
     """This machine has none."""
-    engine = EngineConfig(model=str(folder_of("llama")), device="cuda", dtype="float16")
+    engine = EngineConfig(model=str(folder_of("llama")), device="cuda", kv_cache_bytes=1)
     with pytest.raises(ValueError, match="torch sees no CUDA device"):
         prove(engine, has_gpu=False)
     assert prove(engine, has_gpu=True) > 0
