@@ -1,4 +1,4 @@
-# make serve      everything from nothing to a served model; prints a curl to try
+# make serve      everything from nothing to a served model; prints a curl to try (CONFIG=file, PORT=8001, TIMEOUT=seconds)
 # make stop       undoes it
 # make test       every test that a CPU can run
 # make check      lint and types
@@ -10,6 +10,7 @@
 SHELL := /bin/bash
 CONFIG ?= ray_config.yaml
 PORT ?=
+TIMEOUT ?=
 ROUNDS ?= 10
 MINUTES ?= 30
 PY := .venv/bin/python
@@ -30,7 +31,7 @@ dev-environment:
 	@.ci/environment dev
 
 serve: environment
-	@$(PY) -m cluster.local serve --config "$(CONFIG)" $(if $(PORT),--port "$(PORT)")
+	@$(PY) -m cluster.local serve --config "$(CONFIG)" $(if $(PORT),--port "$(PORT)") $(if $(TIMEOUT),--timeout "$(TIMEOUT)")
 
 stop:
 	@if [ -x $(PY) ]; then $(PY) -m cluster.local stop; else echo "nothing to stop: no environment was made here"; fi

@@ -2,40 +2,57 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 
 from cluster.gateway import Gateway
-from cluster.serve.surge import SURGE_PERCENT, Need, has_room_for
+from cluster.serve.needs import GATEWAY, ROUTER, ROUTER_CPUS, deployment_name, needs_of
+from cluster.serve.proof import prove
+from cluster.serve.surge import SURGE_PERCENT, has_room_for
 from cluster.serve.targeted_dispatch import TargetedDispatch
-from cluster.settings.config import ClusterConfig, ModelConfig, read_config, read_environment
+from cluster.settings.config import ClusterConfig, ConfigError, ModelConfig, read_config, read_environment
 from cluster.settings.pool_config import ResolvedPool
 from replicas.deployment import ReplicaDeployment, shutdown_timeout_s
-from replicas.engine_config import Role
 from replicas.process.cores import CoreDemand
 from router.deployment import RouterDeployment
 
-_GATEWAY = "gateway"
 _DRAIN_LOOK_S = 0.5
 """How often Serve looks whether what drains is empty."""
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Called by Serve with the application's `args`. Raises ConfigError: one line that names the key and the fix."""
-    config, log_level = read_config(args), read_environment().log_level
+    """Called by Serve with the application's `args`, while what is to be replaced still runs and answers.
+
+    Raises RayServeException, which leaves that as it is: one line that names the key and the fix. Serve tries again after other
+    exceptions, three times, and shows their traceback.
+    """
+    try:
+        environment = read_environment()
+        config = read_config(args)
+        prove(config, environment.inherited)
+    except ConfigError as error:
+        raise RayServeException(str(error)) from error
+    front, pools = needs_of(config)
+    has_room = has_room_for([need for need in (*front, *pools) if need.deployment != ROUTER])
+    return graph(config, environment.log_level, surge_percent=SURGE_PERCENT if has_room else 0)
+
+
+def graph(config: ClusterConfig, log_level: str, *, surge_percent: int) -> Application:
+    """All deployments, bound to each other; nothing is started."""
     pools = [pool for model in config.models for pool in model.pools]
-    surge_percent = SURGE_PERCENT if has_room_for(_needs(config)) else 0
-    router = _shell(RouterDeployment).options(name="router", ray_actor_options={"num_cpus": 0.1}).bind(config.router, log_level)
+    router_options = {"name": ROUTER, "ray_actor_options": {"num_cpus": ROUTER_CPUS}}
+    names = frozenset(model.name for model in config.models)
+    router = _shell(RouterDeployment).options(**router_options).bind(config.router, names, log_level)
     replicas = {
         model.name: {pool.role: _replicas(model, pool, pools, router, log_level, surge_percent) for pool in model.pools}
         for model in config.models
     }
     gateway = _shell(Gateway).options(
-        name=_GATEWAY,
+        name=GATEWAY,
         num_replicas=config.gateway.num_replicas,
         ray_actor_options={"num_cpus": config.gateway.num_cpus},
         max_surge_percent=surge_percent,
@@ -63,27 +80,6 @@ def _replicas(
     num_replicas_in_all = sum(each.num_replicas for each in pools)
     demand = CoreDemand.of((each.num_replicas * each.engine.tensor_parallel_size, each.engine.num_threads) for each in pools)
     return deployment.bind(model.name, pool.engine, num_replicas_in_all, demand, model.drain_s, router, log_level)
-
-
-def deployment_name(model: str, role: Role) -> str:
-    """As Serve shows it: replica-MODEL, or replica-MODEL-prefill and replica-MODEL-decode."""
-    name = f"replica-{re.sub(r'[^A-Za-z0-9_.-]', '-', model)}"
-    return name if role == "unified" else f"{name}-{role}"
-
-
-def _needs(config: ClusterConfig) -> list[Need]:
-    gateway = Need(deployment=_GATEWAY, num_replicas=config.gateway.num_replicas, bundle={"CPU": config.gateway.num_cpus})
-    pools = [
-        Need(
-            deployment=deployment_name(model.name, pool.role),
-            num_replicas=pool.num_replicas,
-            bundle={"CPU": pool.num_cpus, "GPU": pool.num_gpus},
-            num_actors=pool.engine.tensor_parallel_size,
-        )
-        for model in config.models
-        for pool in model.pools
-    ]
-    return [gateway, *pools]
 
 
 def _bundles(pool: ResolvedPool) -> dict[str, Any]:

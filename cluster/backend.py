@@ -55,6 +55,10 @@ class Backend(Protocol):
         """Tells the router that a replica is dead, before its silence does. Does not block."""
         ...
 
+    async def num_serving(self) -> dict[str, int]:
+        """Model -> replicas that can take requests, in the router's view. Raises RouterGone."""
+        ...
+
     async def describe_router(self) -> dict[str, Any]:
         """The router's state, for /debug/router. Raises RouterGone."""
         ...

@@ -54,7 +54,10 @@ class DecisionNotFound(Exception):
     """The router has no decision for this request id; it keeps only the most recent ones."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"No decision on {request_id[:200]!r} is kept: use the id of an answer; only recent decisions are kept.")
+        super().__init__(
+            f"No decision on {request_id[:200]!r} is kept: use the `id` of an answer (chatcmpl-..., not X-Request-Id; the access log has "
+            "both); only recent decisions are kept."
+        )
 
 
 class Overloaded(Exception):
@@ -71,6 +74,10 @@ class Unavailable(Exception):
     def __init__(self, reason: str, retry_after_s: float = 2.0) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
+
+
+class ModelRemoved(Unavailable):
+    """The configuration has the model no more: no replica of it will come, however long a request waits."""
 
 
 class GenerationFailed(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,6 +22,8 @@ from replicas.process.heap import freeze_heap
 from replicas.process.logs import start_logging
 from replicas.serve.handles import over_grpc
 from replicas.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # Above every queue limit, so that Serve never queues: the router decides which requests wait, and rejects the others with 429.
 MAX_ONGOING_REQUESTS = 1_000_000
@@ -53,6 +56,8 @@ class Gateway:
     ) -> None:
         """`replicas`: model -> role of the pool -> handle of its deployment; `targets`: model -> latency targets."""
         start_logging(log_level)
+        for caution in config.priorities.cautions:
+            logger.info("%s", caution)
         self._config = config
         pools = {name: {role: over_grpc(handle) for role, handle in handles.items()} for name, handles in replicas.items()}
         self._backend = ServeBackend(over_grpc(router), pools)

@@ -50,10 +50,11 @@ REPORTS_MISSED = 5
 class RouterDeployment:
     """Its state is rebuilt from the replicas' reports after a restart."""
 
-    async def __init__(self, config: RouterConfig, log_level: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: RouterConfig, models: frozenset[str], log_level: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        """`models` are those of the configuration."""
         start_logging(log_level)
         self._config = config
-        self._router = AsyncRouter(Router(config, make_policy(config)))
+        self._router = AsyncRouter(Router(config, make_policy(config), served=models))
         self._router.start()
         self._clock = AttentiveClock(interval_s=VIGIL_INTERVAL_S)
         self._fences = Fences()
@@ -88,6 +89,10 @@ class RouterDeployment:
         self._liveness.hear(report.replica_id, report.model)
         reply = self._router.apply_report(report)
         return replace(reply, dead_callers=self._callers.dead_among(report.callers))
+
+    async def num_serving(self) -> dict[str, int]:
+        """Model -> replicas that can take requests."""
+        return self._router.num_serving()
 
     async def describe(self) -> dict[str, Any]:
         return self._router.describe()

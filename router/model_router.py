@@ -68,6 +68,15 @@ class ModelRouter:
     def num_waiting(self) -> int:
         return len(self._queue) + len(self._solitary)
 
+    @property
+    def num_serving(self) -> int:
+        """Replicas that neither drain nor hang."""
+        return self._pools.num_serving
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._pools)
+
     def has(self, request_id: str) -> bool:
         return request_id in self._queue or request_id in self._ledger or request_id in self._solitary
 

@@ -22,11 +22,16 @@ class Router:
     step that makes it, until `release` or `cancel`; on the prefill replica of a pair until `release_prefill` at the latest.
     """
 
-    def __init__(self, config: RouterConfig, policy: Policy, sink: DecisionSink | None = None) -> None:
-        """`sink` is called with each decision and all its inputs (`router.policies.recording`)."""
+    def __init__(
+        self, config: RouterConfig, policy: Policy, sink: DecisionSink | None = None, served: frozenset[str] | None = None
+    ) -> None:
+        """`sink` is called with each decision and all its inputs (`router.policies.recording`). `served` are the models of the
+        configuration: requests for others are rejected at once, because no replica of them will come. None serves any model."""
         self._config = config
         self._policy = policy
         self._sink = sink
+        self._served = served
+        self._refused: list[Rejection] = []
         self._models: dict[str, ModelRouter] = {}
         self._model_of_replica: dict[str, str] = {}
         self._model_of_request: dict[str, str] = {}  # waiting and booked requests
@@ -35,7 +40,7 @@ class Router:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Models that ever had a replica or a request."""
+        """Models that have, or had, a replica or a request; a model that is no longer served only while it has a replica."""
         return tuple(self._models)
 
     @property
@@ -54,12 +59,17 @@ class Router:
             if other.is_waiting(request.request_id):
                 raise ValueError(f"request_id must be unique among waiting requests, got {request.request_id!r} again")
             other.release(request.request_id, now_s)
+        if not self._serves(request.model):
+            reason = f"the model {request.model!r} was taken out of the configuration"
+            self._refused.append(Rejection(request_id=request.request_id, reason=reason, retry_after_s=1.0, kind="not_served"))
+            return
         self._model(request.model).submit(request, now_s)
         self._model_of_request[request.request_id] = request.model
 
     def step(self, now_s: float) -> list[Decision | Rejection]:
         """Dispatches and books the requests that may go now; returns these decisions, and the rejections since the last step."""
-        answers = [answer for model in self._models.values() for answer in model.step(now_s)]
+        answers = [*self._refused, *(answer for model in self._models.values() for answer in model.step(now_s))]
+        self._refused.clear()
         for answer in answers:
             self._explained[answer.request_id] = answer
             self._explained.move_to_end(answer.request_id)
@@ -105,6 +115,9 @@ class Router:
         model = self._model_of_replica.pop(replica_id, None)
         if model is not None:
             self._models[model].remove_replica(replica_id)
+            # No request was ever let in here, so nothing else is left.
+            if not self._serves(model) and not self._models[model].num_replicas:
+                del self._models[model]
 
     def set_fenced(self, replica_ids: frozenset[str]) -> None:
         """Presumes exactly these replicas hung: they get no requests. Their bookings stay until they are released."""
@@ -118,6 +131,8 @@ class Router:
 
     def next_wakeup_s(self, now_s: float) -> float | None:
         """When `step` may have work even if nothing is called before; None when never."""
+        if self._refused:
+            return now_s
         wakeups = [wakeup_s for model in self._models.values() if (wakeup_s := model.next_wakeup_s(now_s)) is not None]
         return min(wakeups, default=None)
 
@@ -127,6 +142,10 @@ class Router:
         parts = f"{request_id}-"
         return [answer for known, answer in self._explained.items() if known == request_id or known.startswith(parts)]
 
+    def num_serving(self) -> dict[str, int]:
+        """Model -> replicas that neither drain nor hang; a model without any may be missing."""
+        return {model: router.num_serving for model, router in self._models.items()}
+
     def statistics(self) -> dict[str, RoutingStatistics]:
         """Counters and load by model, for metrics."""
         return {model: router.statistics() for model, router in self._models.items()}
@@ -134,6 +153,9 @@ class Router:
     def describe(self, now_s: float) -> dict[str, object]:
         """The router's whole state by model, as plain JSON values."""
         return {model: router.describe(now_s) for model, router in self._models.items()}
+
+    def _serves(self, model: str) -> bool:
+        return self._served is None or model in self._served
 
     def _model(self, model: str) -> ModelRouter:
         found = self._models.get(model)

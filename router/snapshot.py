@@ -147,7 +147,7 @@ class Decision:
     candidates: tuple[CandidateScore | CandidateLoad, ...] = ()
 
 
-RejectionKind = Literal["queue_full", "tenant_limit", "predicted_wait", "no_replica"]
+RejectionKind = Literal["queue_full", "tenant_limit", "predicted_wait", "no_replica", "not_served"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,5 +161,5 @@ class Rejection:
 
     @property
     def is_unavailable(self) -> bool:
-        """Whether no replica exists: neither the request nor the load is the reason."""
-        return self.kind == "no_replica"
+        """Whether no replica exists, or none ever will: neither the request nor the load is the reason."""
+        return self.kind in ("no_replica", "not_served")

@@ -16,9 +16,9 @@ RATE = 1_000.0  # prompt tokens a second of every replica here
 POLICIES: tuple[PolicyName, ...] = ("scoring", "least_loaded", "round_robin", "power_of_two", "longest_prefix", "consistent_hash")
 
 
-def make_router(policy: PolicyName = "scoring", **fields: object) -> Router:
+def make_router(policy: PolicyName = "scoring", served: frozenset[str] | None = None, **fields: object) -> Router:
     config = RouterConfig(policy=policy, **fields)  # type: ignore[arg-type]
-    return Router(config, make_policy(config))
+    return Router(config, make_policy(config), served=served)
 
 
 def report(

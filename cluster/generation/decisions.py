@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from cluster.backend import Backend
-from cluster.failures import Overloaded, RouterGone, Unavailable
+from cluster.failures import ModelRemoved, Overloaded, RouterGone, Unavailable
 from cluster.generation.prepared_generation import routing_request
 from cluster.models.served_model import ServedModel
 from cluster.settings.failover import FailoverPolicy
@@ -53,6 +53,8 @@ class Decisions:
         while True:
             try:
                 return await self._decided(routing)
+            except ModelRemoved:
+                raise
             except Unavailable:
                 if self._clock() >= deadline_s:
                     raise
@@ -67,6 +69,8 @@ class Decisions:
     async def _decided(self, routing: RoutingRequest) -> Decision:
         answer = await self._ask(routing)
         if isinstance(answer, Rejection):
+            if answer.kind == "not_served":
+                raise ModelRemoved(answer.reason, answer.retry_after_s)
             if answer.is_unavailable:
                 raise Unavailable(answer.reason, answer.retry_after_s)
             raise Overloaded(answer.reason, answer.retry_after_s)

@@ -15,8 +15,9 @@ import yaml
 
 from cluster.local.preflight import LaunchError, check_disk, check_http_port, check_no_other_ray
 from cluster.local.ray_head import DASHBOARD_PORT, GCS_PORT, RayHead
+from cluster.local.room import check_room, machine_resources
 from cluster.local.serve_keys import check_serve_keys
-from cluster.local.serve_rest import DeployProgress, ServeRest, auth_headers
+from cluster.local.serve_rest import DeployFailed, DeployProgress, ServeRest, auth_headers
 from cluster.settings.config import ClusterConfig, ConfigError, Environment, read_config
 from replicas.model.default_model import DefaultModelError, prepare_default_model
 
@@ -34,14 +35,18 @@ class Launcher:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
+        self._error_file = environment.state_dir / "deploy-error.log"
         self._ray = RayHead(environment.state_dir, environment.inherited)
         self._serve = ServeRest(f"http://127.0.0.1:{DASHBOARD_PORT}", auth_headers(environment.inherited, Path.home()))
 
-    def serve(self, config_path: Path, port: int | None) -> None:
-        """Returns when the models answer. Raises LaunchError."""
+    def serve(self, config_path: Path, port: int | None, timeout_s: float) -> None:
+        """Returns when the models answer. Raises LaunchError, also when the deployment does not run after `timeout_s`."""
         config = read_serve_config(config_path, port)
         clusters = check_applications(config)
         check_serve_keys(config)
+        check_room(config, clusters, machine_resources())
+        for caution in (caution for cluster in clusters for caution in cluster.gateway.priorities.cautions):
+            logger.info("%s", caution)
         http_port = config["http_options"]["port"]
         check_disk(self._environment.state_dir)
         own_pids = self._ray.pids()
@@ -52,7 +57,11 @@ class Launcher:
         self._start_ray(http_port)
         logger.info("deploying %s", config_path)
         self._serve.deploy(config)
-        self._serve.wait_running(RUNNING_TIMEOUT_S, _show)
+        try:
+            self._serve.wait_running(timeout_s, _show)
+        except DeployFailed as error:
+            self._error_file.write_text(error.details)
+            raise LaunchError(f"{error} (all that Serve says: {self._error_file})") from error
         self._wait_healthy(http_port)
         model = clusters[0].models[0].name if clusters else "MODEL"
         logger.info("%s", success_message(http_port, model))
@@ -93,11 +102,12 @@ class Launcher:
             try:
                 with urllib.request.urlopen(url, timeout=5.0):
                     return
-            except OSError as error:  # HTTPError is one: 503 while a model loads
-                if time.monotonic() > deadline_s:
-                    raise LaunchError(
-                        f"{url} is not healthy after {HEALTH_TIMEOUT_S:.0f} s ({error}); see http://127.0.0.1:8265/#/serve"
-                    ) from error
+            except urllib.error.HTTPError as error:  # 503 while a model cannot serve
+                reason = error.read().decode(errors="replace")
+            except OSError as error:
+                reason = str(error)
+            if time.monotonic() > deadline_s:
+                raise LaunchError(f"{url} is not healthy after {HEALTH_TIMEOUT_S:.0f} s ({reason}); see http://127.0.0.1:8265/#/serve")
             time.sleep(0.3)
 
 

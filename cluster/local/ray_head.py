@@ -22,6 +22,7 @@ TERMINATE_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0
 OBJECT_STORE_BYTES = 256 * 2**20
 _ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")  # Ray's own, see ray._private.utils
+_PARTS = frozenset({"gcs_server", "raylet"})
 _REPO_ROOT = Path(__file__).resolve().parents[2]
 
 # Read by every Ray process; measured in messages a second from replica to gateway, the stream path is about four times
@@ -73,10 +74,12 @@ class RayHead:
 
     @property
     def is_running(self) -> bool:
-        return self._root() is not None and is_listening(GCS_PORT)
+        """False also for a Ray that has lost a part: a dead dashboard agent takes its raylet along, and the rest answers nobody."""
+        root = self._root()
+        return root is not None and _names_below(root) >= _PARTS and is_listening(GCS_PORT)
 
     def start(self) -> None:
-        """Starts Ray on the loopback address and returns when its dashboard answers. Raises LaunchError."""
+        """Starts Ray, with its dashboard on the loopback address, and returns when that answers. Raises LaunchError."""
         self.stop()
         check_no_other_ray((GCS_PORT, DASHBOARD_PORT), ())
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
@@ -140,3 +143,14 @@ class RayHead:
     def _last_log_line(self) -> str:
         lines = [line.strip() for line in self._log_file.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1] if lines else "it said nothing"
+
+
+def _names_below(root: psutil.Process) -> set[str]:
+    """Names of the processes that live under `root`."""
+    names = set()
+    with suppress(psutil.NoSuchProcess):
+        for child in root.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    names.add(child.name())
+    return names

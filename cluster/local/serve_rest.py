@@ -15,12 +15,15 @@ from typing import Any
 from cluster.local.preflight import LaunchError
 
 REQUEST_TIMEOUT_S = 30.0
+PROBE_TIMEOUT_S = 5.0
+"""For a first look at a Ray that runs already: a dashboard that is well answers in milliseconds."""
 DEPLOY_TIMEOUT_S = 180.0
 """The first one starts Serve itself: seconds, or a minute on a machine that is busy."""
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 _FIRST_FAILURE = "failed to start with exception"  # Serve's words, in a deployment's message while it tries again
 _DEATHS = ("ActorDiedError", "ActorUnavailableError", "RayActorError", "WorkerCrashedError", "NodeDiedError", "OutOfMemoryError")
 _LACK = re.compile(r"to be scheduled\..*Resources required for each replica: (.*?), total resources available: (.*?)\. ", re.DOTALL)
+_PID = re.compile(r"\(pid=(\d+)")
 _ERROR_LINE = re.compile(r"^\s*(?:ray::\S+ .*?)?((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Model|Unhealthy)?): (.+)$")
 
 
@@ -46,6 +49,19 @@ class DeployProgress:
     def has_failed(self) -> bool:
         return bool(self.failures) or any(status in _FAILED for status in self.statuses.values())
 
+    @property
+    def is_built(self) -> bool:
+        """Serve shows no deployments while their application is built; what runs of an older version goes on meanwhile."""
+        return bool(self.replicas)
+
+
+class DeployFailed(LaunchError):
+    """Serve could not bring up what was deployed. The message is one line; `details` is all that Serve told."""
+
+    def __init__(self, progress: DeployProgress) -> None:
+        self.details = "\n".join(f"[{name}] {message}" for name, message in progress.failures.items())
+        super().__init__(cause_of(self.details))
+
 
 class ServeRest:
     """Talks to the dashboard of one Ray."""
@@ -65,11 +81,12 @@ class ServeRest:
 
     def http_port(self) -> int | None:
         """The port of the running Serve; None when none runs."""
-        options = self._call("GET").get("http_options") or {}
+        options = self._call("GET", timeout_s=PROBE_TIMEOUT_S).get("http_options") or {}
         port = options.get("port")
         return port if isinstance(port, int) else None
 
-    def progress(self) -> DeployProgress:
+    def progress(self, since_s: float = 0.0) -> DeployProgress:
+        """Failures of replicas that started before `since_s` (Unix time) are left out, unless their application has failed as a whole."""
         applications = self._call("GET").get("applications") or {}
         statuses, replicas, failures, waits = {}, {}, {}, {}
         for name, application in applications.items():
@@ -80,28 +97,37 @@ class ServeRest:
                 states = [replica["state"] for replica in details.get("replicas") or ()]
                 replicas[deployment] = ", ".join(f"{states.count(state)} {state.lower()}" for state in sorted(set(states))) or "waiting"
                 message = details.get("message")
-                if message and (details["status"] in _FAILED or is_wrong_for_good(message)):
+                has_failed = details["status"] in _FAILED or is_wrong_for_good(message or "")
+                if message and has_failed and (application["status"] in _FAILED or not _is_older(details, since_s)):
                     failures[deployment] = message
                 if message and (lack := _LACK.search(message)):
                     waits[deployment] = f"no machine has room for another replica: it needs {lack[1]}, free in all are {lack[2]}"
         return DeployProgress(statuses=statuses, replicas=replicas, failures=failures, waits=waits)
 
     def wait_running(self, timeout_s: float, on_change: Callable[[DeployProgress], None]) -> None:
-        """Returns when every application runs. Raises LaunchError with the builder's or the replica's own error."""
+        """Returns when every application runs. Raises DeployFailed with the builder's or the replica's own error, and LaunchError
+        after `timeout_s`. Replicas of what is replaced may still fail meanwhile, which does not count."""
         deadline_s = time.monotonic() + timeout_s
+        since_s = time.time()
         last: DeployProgress | None = None
         while True:
-            progress = self.progress()
+            look_s = time.time()
+            progress = self.progress(since_s)
+            if not progress.is_built:
+                since_s = look_s
             if progress != last:
                 on_change(progress)
                 last = progress
             if progress.is_running:
                 return
             if progress.has_failed:
-                raise LaunchError(explain_failure(progress))
+                raise DeployFailed(progress)
             if time.monotonic() > deadline_s:
-                reasons = dict(progress.waits) or f"{dict(progress.replicas)}; see http://127.0.0.1:8265/#/serve"
-                raise LaunchError(f"not running after {timeout_s:.0f} s: {reasons}")
+                states = progress.waits or progress.replicas or {"the application": "still being built, which proves its configuration"}
+                reasons = "; ".join(f"{name}: {state}" for name, state in states.items())
+                raise LaunchError(
+                    f"not running after {timeout_s:.0f} s ({reasons}); it goes on trying: see http://127.0.0.1:8265/#/serve, or make stop"
+                )
             time.sleep(0.5)
 
     def _call(self, method: str, body: Mapping[str, Any] | None = None, timeout_s: float = REQUEST_TIMEOUT_S) -> dict[str, Any]:
@@ -133,8 +159,15 @@ def is_wrong_for_good(message: str) -> bool:
     return _FIRST_FAILURE in message and bool(names) and not any(name.endswith(_DEATHS) for name in names)
 
 
-def explain_failure(progress: DeployProgress) -> str:
-    """All of it, and then the last error line of the deepest failure: it names the cause, and a reader looks at the end first."""
-    whole = "\n".join(f"[{name}] {message}" for name, message in progress.failures.items())
-    causes = [match.group(2).strip() for line in whole.splitlines() if (match := _ERROR_LINE.match(line))]
-    return f"{whole}\n\n{causes[-1]}" if causes else whole
+def _is_older(details: Mapping[str, Any], since_s: float) -> bool:
+    """Whether the replica of which a deployment's message tells, by its process, started before `since_s`."""
+    named = {int(pid) for pid in _PID.findall(details["message"])}
+    known = [*(details.get("replicas") or ()), *(details.get("recent_dead_replicas") or ())]
+    return any(replica.get("pid") in named and replica["start_time_s"] < since_s for replica in known)
+
+
+def cause_of(details: str) -> str:
+    """The last error line, which is that of the deepest failure and names the cause; the last line of a text without errors."""
+    lines = [line.strip() for line in details.splitlines() if line.strip()]
+    causes = [match.group(2).strip() for line in lines if (match := _ERROR_LINE.match(line))]
+    return (causes or lines or ["Serve gives no reason"])[-1]

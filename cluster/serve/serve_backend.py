@@ -130,6 +130,9 @@ class ServeBackend:
     def report_gone(self, replica_id: str) -> None:
         self._line.tell(ReplicaLost(replica_id))
 
+    async def num_serving(self) -> dict[str, int]:
+        return await self._ask(self._router.num_serving.remote)  # type: ignore[no-any-return]
+
     async def describe_router(self) -> dict[str, Any]:
         return await self._ask(self._router.describe.remote)  # type: ignore[no-any-return]
 

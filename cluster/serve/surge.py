@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
+
+from cluster.serve.needs import Need
 
 logger = logging.getLogger(__name__)
 
@@ -19,21 +20,10 @@ _SERVE_REPLICA = "SERVE_REPLICA::"
 _PROBE_TIMEOUT_S = 3.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """Resources that one deployment wants."""
-
-    deployment: str
-    num_replicas: int
-    bundle: Mapping[str, float]
-    """Each of its actors: resource -> amount."""
-    num_actors: int = 1
-    """Actors of one replica: as many as it has ranks."""
-
-    def num_successors(self, num_running: int) -> int:
-        """Replicas that Serve starts at once beside `num_running` old ones when it surges: those that are missing anyway, too."""
-        surge = -(-SURGE_PERCENT * self.num_replicas // 100)
-        return min(self.num_replicas, surge + max(0, self.num_replicas - num_running))
+def num_successors(need: Need, num_running: int) -> int:
+    """Replicas that Serve starts at once beside `num_running` old ones when it surges: those that are missing anyway, too."""
+    surge = -(-SURGE_PERCENT * need.num_replicas // 100)
+    return min(need.num_replicas, surge + max(0, need.num_replicas - num_running))
 
 
 def has_room_for(needs: Sequence[Need]) -> bool:
@@ -50,7 +40,7 @@ def has_room_for(needs: Sequence[Need]) -> bool:
     bundles = [
         {name: amount for name, amount in need.bundle.items() if amount > 0}
         for need in needs
-        for _ in range(need.num_actors * need.num_successors(running[need.deployment]))
+        for _ in range(need.num_actors * num_successors(need, running[need.deployment]))
     ]
     probe = placement_group([bundle for bundle in bundles if bundle], strategy="PACK")
     try:

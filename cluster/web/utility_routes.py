@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cluster.backend import Backend
-from cluster.failures import DecisionNotFound
+from cluster.failures import DecisionNotFound, RouterGone
 from cluster.models.model_registry import ModelRegistry
 from cluster.protocols import tokenization
 from cluster.protocols.model_cards import model_card, model_list
@@ -56,12 +56,23 @@ class UtilityRoutes:
         return JSONResponse(await tokenization.detokenize(body, model))
 
     async def health(self, request: Request) -> Response:
-        """200 once every model has a replica that answered; what a load balancer should ask."""
+        """200 while every model can serve; what a load balancer should ask.
+
+        Each model is in one list: `models` can serve, `loading` have not answered yet, `unavailable` have no replica left in the router's
+        view."""
         self._models.begin_loading()
         loaded = [model.name for model in self._models.loaded()]
-        waiting = [name for name in self._models.names if name not in loaded]
-        status = "loading" if waiting else "ok"
-        return JSONResponse({"status": status, "models": loaded, "loading": waiting}, status_code=503 if waiting else 200)
+        loading = [name for name in self._models.names if name not in loaded]
+        try:
+            num_serving = await self._backend.num_serving()
+        except RouterGone as error:
+            body = {"status": "unavailable", "reason": f"the router: {error}", "models": [], "loading": loading, "unavailable": loaded}
+            return JSONResponse(body, status_code=503)
+        serving = [name for name in loaded if num_serving.get(name)]
+        unavailable = [name for name in loaded if name not in serving]
+        status = "unavailable" if unavailable else "loading" if loading else "ok"
+        body = {"status": status, "models": serving, "loading": loading, "unavailable": unavailable}
+        return JSONResponse(body, status_code=200 if status == "ok" else 503)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": VERSION})

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from replicas.engine_config import EngineConfig, Quantization
 from replicas.linear.formats import stored_format
 from replicas.model.default_model import prepare_default_model
+from replicas.model.hub import require_on_hub
 from replicas.model.native_decoder import why_not_native
 from replicas.model_support import UnsupportedModel, check_supported
 from replicas.native.build import NativeUnavailable, load_native_library, variant_of
@@ -205,6 +206,8 @@ def _load_config(source: str, trust_remote_code: bool) -> Any:
     looks_like_path = source.startswith((".", "/"))
     if looks_like_path and not Path(source).is_dir():
         raise ValueError(f"model folder {source} does not exist; give a folder with config.json, or a Hugging Face id")
+    if not Path(source).is_dir():
+        require_on_hub(source)
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

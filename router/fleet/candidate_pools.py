@@ -95,6 +95,11 @@ class ReplicaPools:
             counts[state.role] += self.is_usable(state)
         return counts
 
+    @property
+    def num_serving(self) -> int:
+        """Replicas that neither drain nor hang."""
+        return sum(not (state.is_draining or state.is_fenced) for state in self)
+
     def snapshot(
         self, request: RoutingRequest, now_s: float, cached: Mapping[str, int], pending: Mapping[str, int], num: int | None
     ) -> ClusterSnapshot | None:

@@ -130,6 +130,9 @@ class AsyncRouter:
         self._router.remove_replica(replica_id, self._clock())
         self._changed.set()
 
+    def num_serving(self) -> dict[str, int]:
+        return self._router.num_serving()
+
     def statistics(self) -> dict[str, RoutingStatistics]:
         return self._router.statistics()
 

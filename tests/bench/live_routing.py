@@ -158,7 +158,7 @@ async def priority(cluster: ServedCluster, arguments: argparse.Namespace) -> int
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as http:
         busy = [asyncio.create_task(Stream(index=i, max_tokens=BUSY_TOKENS).run(http, cluster.url)) for i in range(4)]
         await asyncio.sleep(0.5)
-        streams = [Stream(index=i, max_tokens=30, body={"priority": 1 if i < 20 else -1}) for i in range(40)]
+        streams = [Stream(index=i, max_tokens=30, body={"priority": 1 if i < 20 else 0}) for i in range(40)]
         tasks = []
         for stream in streams:  # the less urgent ones come first
             tasks.append(asyncio.create_task(stream.run(http, cluster.url)))
@@ -170,7 +170,7 @@ async def priority(cluster: ServedCluster, arguments: argparse.Namespace) -> int
             await asyncio.sleep(0.1)
         await asyncio.gather(*busy)
     order = sorted(streams, key=lambda stream: stream.arrivals_s[0])
-    ranks = [rank for rank, stream in enumerate(order) if stream.body["priority"] == -1]
+    ranks = [rank for rank, stream in enumerate(order) if stream.body["priority"] == 0]
     num_early = sum(stream.body["priority"] == 1 for stream in order[: max(ranks)])
     print(f"40 requests over {len(callers)} gateways: {num_early} of 20 less urgent, sent first, began before the last urgent one")
     if num_begun or len(callers) < 2:

@@ -58,6 +58,9 @@ class FakeBackend:
     def report_gone(self, replica_id: str) -> None:
         self.gone.append(replica_id)
 
+    async def num_serving(self) -> dict[str, int]:
+        return {}
+
     async def describe_router(self) -> dict[str, Any]:
         return {}
 

@@ -103,6 +103,9 @@ class InProcessBackend:
     def report_gone(self, replica_id: str) -> None:
         self._line.tell(ReplicaLost(replica_id))
 
+    async def num_serving(self) -> dict[str, int]:
+        return self._router.num_serving()
+
     async def describe_router(self) -> dict[str, Any]:
         return self._router.describe()
 

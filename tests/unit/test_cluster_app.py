@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from ray.serve import Application
+from ray.serve.exceptions import RayServeException
 
-from cluster.app import build
-from cluster.settings.config import ConfigError
+from cluster.app import build, graph
+from cluster.settings.config import read_config
 from cluster.settings.latency_targets import LatencyTarget
 
 
-def test_build_binds_one_graph_for_several_models() -> None:
-    application = build({"models": [{"name": "a", "num_replicas": 2}, {"name": "org/b"}]})
+def graph_of(*models: dict[str, Any]) -> Application:
+    return graph(read_config({"models": models}), "INFO", surge_percent=0)
+
+
+def test_graph_gives_the_router_the_names_of_all_models() -> None:
+    application = graph_of({"name": "a", "num_replicas": 2}, {"name": "org/b"})
     assert isinstance(application, Application)
+    _, router, *_ = application._bound_deployment.init_args
+    assert router._bound_deployment.init_args[1] == {"a", "org/b"}
 
 
 def test_build_refuses_wrong_args_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'models'"):
+    """In Serve's own exception: after any other it tries again three times, and shows a traceback."""
+    with pytest.raises(RayServeException, match="did you mean 'models'") as error:
         build({"modls": []})
+    assert "\n" not in str(error.value)
 
 
-def test_build_binds_a_deployment_for_each_pool_of_a_model() -> None:
+def test_graph_binds_a_deployment_for_each_pool_of_a_model() -> None:
     pools = {"prefill": {"num_replicas": 2, "engine": {"num_threads": 3}}, "decode": {"num_replicas": 3, "engine": {"num_threads": 1}}}
     unified = {"name": "b", "drain_s": 5, "engine": {"num_threads": 2}, "targets": [{"priority": 0, "ttft_s": 2}]}
-    application = build(
-        {"models": [{"name": "org/a", "mode": "disaggregated", "drain_s": 5, "engine": {"kv_lease_s": 7}, **pools}, unified]}
-    )
+    application = graph_of({"name": "org/a", "mode": "disaggregated", "drain_s": 5, "engine": {"kv_lease_s": 7}, **pools}, unified)
     _, _, replicas, targets, _ = application._bound_deployment.init_args
     assert targets == {"org/a": (), "b": (LatencyTarget(priority=0, ttft_s=2.0),)}
     assert {model: tuple(roles) for model, roles in replicas.items()} == {"org/a": ("prefill", "decode"), "b": ("unified",)}

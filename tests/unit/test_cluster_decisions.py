@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.failures import Overloaded, RouterGone, Unavailable
+from cluster.failures import ModelRemoved, Overloaded, RouterGone, Unavailable
 from cluster.generation.decisions import Decisions
 from cluster.models.served_model import ServedModel
 from cluster.settings.failover import FailoverPolicy
@@ -101,7 +101,13 @@ async def test_router_that_stays_away_makes_the_request_unavailable_within_its_t
 
 @pytest.mark.parametrize(
     ("kind", "raised"),
-    [("queue_full", Overloaded), ("tenant_limit", Overloaded), ("predicted_wait", Overloaded), ("no_replica", Unavailable)],
+    [
+        ("queue_full", Overloaded),
+        ("tenant_limit", Overloaded),
+        ("predicted_wait", Overloaded),
+        ("no_replica", Unavailable),
+        ("not_served", ModelRemoved),
+    ],
 )
 async def test_new_request_that_is_rejected_fails_at_once(
     model: ServedModel, time: Time, kind: RejectionKind, raised: type[Overloaded | Unavailable]
@@ -126,6 +132,14 @@ async def test_choice_that_moves_gives_up_after_the_policys_time(model: ServedMo
             REQUEST, excluded=frozenset(), is_alone=False
         )
     assert 7.0 <= time() <= 7.2
+
+
+async def test_choice_that_moves_ends_at_once_when_its_model_was_removed(model: ServedModel, time: Time) -> None:
+    with pytest.raises(ModelRemoved, match="as told"):
+        await Decisions(_Router(rejection("no_replica"), rejection("not_served")), model, FailoverPolicy(), time, time.sleep).another(
+            REQUEST, excluded=frozenset(), is_alone=False
+        )
+    assert len(time.pauses) == 1
 
 
 async def test_choice_that_moves_is_not_kept_when_the_router_is_overloaded(model: ServedModel, time: Time) -> None:

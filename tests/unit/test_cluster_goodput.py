@@ -86,8 +86,11 @@ class _Metrics:
 
     def __init__(self) -> None:
         self.told: dict[str, list[tuple[float, dict[str, str]]]] = {}
+        self.bounds: dict[str, list[float]] = {}
 
     def __call__(self, name: str, text: str, *, tag_keys: tuple[str, ...], boundaries: list[float] | None = None) -> _Metric:
+        if boundaries is not None:
+            self.bounds[name] = boundaries
         return _Metric(self.told.setdefault(name, []), tag_keys)
 
     Counter = Histogram = __call__
@@ -135,3 +138,24 @@ def test_metrics_of_a_failed_request_have_no_latency_of_an_answer(metrics: _Metr
     GatewayMetrics()(record_of(PREPARED, IN_TIME, FAILED, tokens(5)))
     assert metrics.told["manta_time_to_first_token_seconds"] != []
     assert (metrics.told["manta_request_seconds"], metrics.told["manta_inter_token_seconds"]) == ([], [])
+
+
+def quantile(bounds: list[float], values_s: list[float], share: float) -> float:
+    """What Prometheus' histogram_quantile reads off: linear within the bucket in which the share is reached."""
+    rank, counted, lower = share * len(values_s), 0, 0.0
+    for bound in bounds:
+        inside = sum(lower < value <= bound for value in values_s)
+        if counted + inside >= rank:
+            return lower + (bound - lower) * (rank - counted) / inside
+        counted, lower = counted + inside, bound
+    return bounds[-1]
+
+
+def test_quantile_between_one_second_and_two_minutes_is_read_within_a_fifth(metrics: _Metrics) -> None:
+    GatewayMetrics()
+    names = ("manta_queue_seconds", "manta_time_to_first_token_seconds", "manta_request_seconds", "manta_failover_pause_seconds")
+    for name in names:
+        for longest_s in (1.3, 3.5, 7.0, 11.0, 14.0, 20.0, 24.0, 28.0, 55.0, 100.0):
+            values_s = [longest_s * (0.9 + 0.1 * index / 1000) for index in range(1, 1001)]
+            found = quantile(metrics.bounds[name], values_s, 0.95)
+            assert found == pytest.approx(0.995 * longest_s, rel=0.2), f"{name}: {found:.1f} for {0.995 * longest_s:.1f} s"

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.failures import RouterGone
 from cluster.settings.failover import FailoverPolicy
 from cluster.settings.gateway_config import GatewayConfig
 from replicas.text.tokenizer import Tokenizer
@@ -142,7 +143,7 @@ async def test_tokenize_and_detokenize_are_inverse(client: httpx.AsyncClient, de
 async def test_health_and_version_answer(client: httpx.AsyncClient) -> None:
     health = await client.get("/health")
     assert health.status_code == 200
-    assert health.json()["models"] == [MODEL]
+    assert health.json() == {"status": "ok", "models": [MODEL], "loading": [], "unavailable": []}
     assert "version" in (await client.get("/version")).json()
     assert (await client.get("/debug/router")).status_code == 200
 
@@ -213,6 +214,31 @@ async def test_death_of_the_only_replica_is_a_pause_until_it_is_back(default_tok
         assert "".join(chunk["choices"][0]["text"] for chunk in events_of((await stream).text)) == prompt
 
 
+async def test_health_of_a_model_whose_replicas_are_gone_is_503_until_one_is_back(default_tokenizer: Tokenizer) -> None:
+    async with running_cluster(default_tokenizer) as cluster, client_of(cluster) as client:
+        cluster.replicas[0].engine.tokens_left = 0
+        stream = asyncio.create_task(client.post(TEXT, json={"model": MODEL, "prompt": "x y z", "max_tokens": 9, "stream": True}))
+        async with asyncio.timeout(30):
+            while (health := await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.002)  # nothing tells of the router's view
+        assert health.json() == {"status": "unavailable", "models": [], "loading": [], "unavailable": [MODEL]}
+        await cluster.add_replica()
+        assert (await client.get("/health")).status_code == 200
+        await stream
+
+
+async def test_health_is_503_while_the_router_does_not_answer(
+    client: httpx.AsyncClient, cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nobody() -> dict[str, int]:
+        raise RouterGone("it does not answer")
+
+    monkeypatch.setattr(cluster.backend, "num_serving", nobody)
+    health = await client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "unavailable")
+    assert health.json()["reason"] == "the router: it does not answer"
+
+
 async def test_choice_whose_replica_stays_away_ends_with_an_error_event(default_tokenizer: Tokenizer) -> None:
     config = GatewayConfig(failover=FailoverPolicy(replica_timeout_s=0.01))
     router_config = RouterConfig(no_replica_timeout_s=0.02)
@@ -237,6 +263,7 @@ async def test_explain_tells_why_a_request_went_where_it_went(default_tokenizer:
         assert missing.status_code == 404
         assert missing.json()["error"]["code"] == "decision_not_found"
         assert "No decision on 'nobody' is kept" in missing.json()["error"]["message"]
+        assert "not X-Request-Id" in missing.json()["error"]["message"]
 
 
 async def test_priority_header_sets_the_tier_and_a_wrong_one_is_refused(default_tokenizer: Tokenizer) -> None:

@@ -10,7 +10,9 @@ import pytest
 from cluster.generation.prepared_generation import routing_request
 from cluster.generation.request_context import RequestContext
 from cluster.principal import Principal
+from cluster.settings.gateway_config import GatewayConfig
 from cluster.settings.latency_targets import LatencyTarget, target_for
+from cluster.settings.priorities import PriorityRules
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
 from replicas.text.tokenizer import Tokenizer
@@ -81,7 +83,8 @@ async def test_deadline_at_router_and_replica_is_arrival_plus_target(
     default_tokenizer: Tokenizer, path: str, headers: dict[str, str], ttft_s: float | None
 ) -> None:
     prompt = {"prompt": "a"} if path == TEXT else {"messages": [{"role": "user", "content": "a"}]}
-    async with running_cluster(default_tokenizer, targets=TARGETS) as cluster, client_of(cluster) as client:
+    config = GatewayConfig(priorities=PriorityRules(highest=None))
+    async with running_cluster(default_tokenizer, config=config, targets=TARGETS) as cluster, client_of(cluster) as client:
         answer = await client.post(path, json={"model": MODEL, "max_tokens": 2, **prompt}, headers=headers)
     assert answer.status_code == 200
     for request in (*cluster.backend.routed, *cluster.backend.sent):

@@ -7,18 +7,23 @@ import json
 import os
 import shlex
 import socket
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from cluster.local import ray_head, serve_rest
 from cluster.local.launcher import check_applications, read_serve_config, success_message
 from cluster.local.preflight import LaunchError, check_disk, check_http_port, check_no_other_ray, is_listening
 from cluster.local.ray_head import RayHead
 from cluster.local.serve_keys import check_serve_keys
-from cluster.local.serve_rest import DeployProgress, ServeRest, auth_headers, explain_failure
+from cluster.local.serve_rest import DeployFailed, DeployProgress, ServeRest, auth_headers, cause_of
 
 
 @pytest.fixture
@@ -142,12 +147,26 @@ def test_printed_curl_holds_valid_json() -> None:
     assert json.loads(shlex.split(command)[-1])["model"] == "it's"
 
 
-def test_failure_ends_with_the_deepest_cause() -> None:
+def test_failure_is_the_deepest_cause_in_one_line_and_keeps_the_rest() -> None:
     trace = "Traceback (most recent call last):\n  File x\nray::X.init() (pid=1)\nRuntimeError: outer\nValueError: raise kv_cache_bytes\n"
     progress = DeployProgress(statuses={"manta": "DEPLOY_FAILED"}, replicas={}, waits={}, failures={"manta": "failed", "replica-a": trace})
     assert progress.has_failed
-    assert explain_failure(progress).splitlines()[-1] == "raise kv_cache_bytes"
-    assert trace.strip() in explain_failure(progress)
+    error = DeployFailed(progress)
+    assert str(error) == "raise kv_cache_bytes"
+    assert trace.strip() in error.details
+    assert "[manta] failed" in error.details
+
+
+@pytest.mark.parametrize(
+    ("details", "cause"),
+    [
+        ("[manta] Deploying app 'manta' failed with exception:\nargs: modls: unknown key\n", "args: modls: unknown key"),
+        ("[a] no such import path", "[a] no such import path"),
+        ("", "Serve gives no reason"),
+    ],
+)
+def test_cause_without_an_error_line_is_the_last_line(details: str, cause: str) -> None:
+    assert cause_of(details) == cause
 
 
 CONSTRUCTOR_FAILED = """A replica failed to start with exception. Retrying 1 more time(s). Error:
@@ -178,9 +197,9 @@ def test_first_error_of_a_constructor_ends_the_wait(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rest, "_call", lambda method, body=None: {"applications": {"manta": application}})
     assert rest.progress().has_failed is fails
     if fails:
-        with pytest.raises(LaunchError) as error:
+        with pytest.raises(DeployFailed) as error:
             rest.wait_running(5.0, lambda progress: None)
-        assert str(error.value).splitlines()[-1].startswith(("kv_cache_bytes must be", "The actor died"))
+        assert str(error.value).startswith(("kv_cache_bytes must be", "The actor died"))
 
 
 NO_ROOM = (
@@ -197,8 +216,71 @@ def test_replica_that_finds_no_room_is_told_with_what_it_lacks(monkeypatch: pyte
     progress = rest.progress()
     assert not progress.has_failed
     assert progress.waits == {"replica-a": 'no machine has room for another replica: it needs {"CPU": 0.5}, free in all are {"CPU": 0.2}'}
-    with pytest.raises(LaunchError, match=r"not running after 0 s: .*it needs"):
+    with pytest.raises(LaunchError, match=r"not running after 0 s \(replica-a: .*it needs.*\); it goes on trying"):
         rest.wait_running(0.0, lambda progress: None)
+
+
+BEFORE_S, AFTER_S = 900.0, 1100.0  # it is deployed at 1000
+
+
+def look(status: str, deployment_status: str | None, message: str = "", **replicas: Any) -> dict[str, Any]:
+    """Serve's view of the application `manta`; without a deployment while it is built."""
+    details = {"status": deployment_status, "message": message, **replicas}
+    return {"status": status, "message": "", "deployments": {} if deployment_status is None else {"replica-a": details}}
+
+
+def seventh(start_time_s: float) -> list[dict[str, Any]]:
+    """The replica of whose failure CONSTRUCTOR_FAILED tells."""
+    return [{"pid": 7, "state": "STOPPING", "start_time_s": start_time_s}, {"pid": None, "state": "STARTING", "start_time_s": AFTER_S}]
+
+
+BUILDS = look("DEPLOYING", None)
+STARTS = look("DEPLOYING", "UPDATING")
+RUNS = look("RUNNING", "HEALTHY")
+
+
+def wait(monkeypatch: pytest.MonkeyPatch, *looks: dict[str, Any]) -> None:
+    rest, left, now_s = ServeRest("http://127.0.0.1:1", {}), list(looks), iter(range(1000, 1100))
+    monkeypatch.setattr(rest, "_call", lambda method, body=None: {"applications": {"manta": left.pop(0)}})
+    monkeypatch.setattr(serve_rest, "time", SimpleNamespace(monotonic=lambda: 0.0, time=lambda: next(now_s), sleep=lambda seconds: None))
+    rest.wait_running(60.0, lambda progress: None)
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        [look("DEPLOYING", "UPDATING", CONSTRUCTOR_FAILED, replicas=seventh(BEFORE_S))],
+        [look("DEPLOYING", "UPDATING", CONSTRUCTOR_FAILED, recent_dead_replicas=seventh(BEFORE_S))],
+        [
+            BUILDS,
+            STARTS,
+            look("DEPLOYING", "UPDATING", CONSTRUCTOR_FAILED, replicas=seventh(1000.5)),
+        ],  # an older version's while it was built
+    ],
+)
+def test_failure_of_a_replica_of_what_is_replaced_does_not_count(monkeypatch: pytest.MonkeyPatch, looks: list[dict[str, Any]]) -> None:
+    wait(monkeypatch, *looks, RUNS)
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        [BUILDS, STARTS, look("DEPLOYING", "UPDATING", CONSTRUCTOR_FAILED, replicas=seventh(AFTER_S))],
+        [BUILDS, STARTS, look("DEPLOYING", "UPDATING", CONSTRUCTOR_FAILED, recent_dead_replicas=seventh(AFTER_S))],
+        [BUILDS, look("DEPLOYING", "UPDATING", CONSTRUCTOR_FAILED)],
+        [look("DEPLOY_FAILED", "DEPLOY_FAILED", CONSTRUCTOR_FAILED, replicas=seventh(BEFORE_S))],  # Serve does not try the same again
+    ],
+)
+def test_failure_of_what_was_deployed_counts(monkeypatch: pytest.MonkeyPatch, looks: list[dict[str, Any]]) -> None:
+    with pytest.raises(DeployFailed, match="kv_cache_bytes must be at least 5"):
+        wait(monkeypatch, *looks)
+
+
+def test_failed_build_is_told_by_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "Deploying app 'manta' failed with exception:\nargs: models[0] (a): no such model"
+    with pytest.raises(DeployFailed, match=r"^args: models\[0\] \(a\): no such model$"):
+        wait(monkeypatch, BUILDS, {**look("DEPLOY_FAILED", None), "message": message})
 
 
 def test_deploy_is_given_the_time_in_which_serve_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,11 +295,8 @@ def test_deploy_is_given_the_time_in_which_serve_starts(monkeypatch: pytest.Monk
     rest.deploy({"applications": []})
     rest.progress()
     assert waits_s["PUT"] >= 120 > waits_s["GET"]
-
-
-def test_failure_without_an_error_line_shows_everything() -> None:
-    progress = DeployProgress(statuses={"a": "DEPLOY_FAILED"}, replicas={}, waits={}, failures={"a": "no such import path"})
-    assert "no such import path" in explain_failure(progress)
+    rest.http_port()
+    assert waits_s["GET"] <= 5, "a Ray whose dashboard hangs is found out soon"
 
 
 def test_token_comes_from_variable_then_file(tmp_path: Path) -> None:
@@ -236,3 +315,35 @@ def test_remembered_pid_of_another_process_is_never_touched(tmp_path: Path) -> N
     assert not head.stop()
     (tmp_path / "ray.json").write_text("{cut off")
     assert not head.is_running
+
+
+@pytest.mark.parametrize(("parts", "is_whole"), [(("gcs_server", "raylet"), True), (("gcs_server",), False)])
+def test_ray_that_has_lost_its_raylet_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...], is_whole: bool
+) -> None:
+    """Stand-ins: one process for the head, below it one for each part, named as Ray names it."""
+    for part in parts:
+        (tmp_path / part).symlink_to("/bin/sleep")
+    started = "; ".join(f"children.append(subprocess.Popen(['{tmp_path / part}', '60']))" for part in parts)
+    program = f"import subprocess, sys; children = []; {started}; print('up', flush=True); sys.stdin.read(); [c.kill() for c in children]"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as head:
+        assert head.stdin is not None
+        assert head.stdout is not None
+        head.stdout.readline()
+        create_time = psutil.Process(head.pid).create_time()
+        (tmp_path / "ray.json").write_text(json.dumps({"pid": head.pid, "create_time": create_time}))
+        monkeypatch.setattr(ray_head, "is_listening", lambda port: True)
+        assert RayHead(tmp_path, {}).is_running is is_whole
+        head.stdin.close()
+
+
+@pytest.mark.parametrize(("hides", "shows"), [("hide_bars(os.environ)", False), ("", True)])
+def test_bars_of_hub_and_transformers_stay_out_of_a_pipe(hides: str, shows: bool) -> None:
+    program = (
+        "import os\nfrom cluster.local.__main__ import hide_bars\n"
+        f"{hides}\n"
+        "from tqdm.auto import tqdm\nfrom huggingface_hub.utils import tqdm as hub\n"
+        "for bar in (tqdm, hub):\n    list(bar(range(3)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ("it/s" in done.stderr) is shows

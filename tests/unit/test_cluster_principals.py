@@ -49,9 +49,26 @@ def test_priority_is_granted_up_to_the_tenants_highest(tenant: str, asked: int |
     assert Principals(CONFIG).of({b"x-team": tenant.encode()}).granted_priority(asked) == granted
 
 
-def test_without_rules_everybody_gets_what_they_ask_for() -> None:
-    principal = Principals(GatewayConfig()).of({})
-    assert [principal.granted_priority(asked) for asked in (-7, 0, 7, None)] == [-7, 0, 7, 0]
+@pytest.mark.parametrize(("rules", "granted"), [(PriorityRules(), [0, 0, 7, 0]), (PriorityRules(highest=None), [-7, 0, 7, 0])])
+def test_nobody_is_more_urgent_than_the_rest_unless_the_limit_is_lifted(rules: PriorityRules, granted: list[int]) -> None:
+    principal = Principals(GatewayConfig(priorities=rules)).of({})
+    assert [principal.granted_priority(asked) for asked in (-7, 0, 7, None)] == granted
+
+
+@pytest.mark.parametrize(
+    ("rules", "named"),
+    [
+        (PriorityRules(highest_by_tenant={"gold": 10, "silver": -5, "bronze": 0}), ["gold"]),
+        (PriorityRules(highest=20, highest_by_tenant={"gold": 10}), []),
+        (PriorityRules(highest=None, highest_by_tenant={"gold": 10}), ["gold"]),
+        (PriorityRules(), []),
+    ],
+)
+def test_tenant_slowed_down_by_a_large_number_is_named_with_the_number_that_speeds_it_up(rules: PriorityRules, named: list[str]) -> None:
+    assert len(rules.cautions) == len(named)
+    for caution, tenant in zip(rules.cautions, named, strict=True):
+        assert f"{tenant}: 10 makes {tenant} less urgent" in caution
+        assert f"{tenant}: -10" in caution
 
 
 def test_field_of_the_body_goes_before_the_header() -> None:

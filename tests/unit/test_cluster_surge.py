@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.serve.surge import Need, num_replicas
+from cluster.serve.needs import Need
+from cluster.serve.surge import num_replicas, num_successors
 
 
 @pytest.mark.parametrize(
-    ("num_wanted", "num_running", "num_successors"),
+    ("num_wanted", "num_running", "expected"),
     [
         (1, 1, 1),  # one more than wanted
         (2, 1, 2),  # the one that is missing, and one more
@@ -17,8 +18,8 @@ from cluster.serve.surge import Need, num_replicas
         (4, 0, 4),
     ],
 )
-def test_successors_that_serve_starts_at_once(num_wanted: int, num_running: int, num_successors: int) -> None:
-    assert Need(deployment="a", num_replicas=num_wanted, bundle={"CPU": 1}).num_successors(num_running) == num_successors
+def test_successors_that_serve_starts_at_once(num_wanted: int, num_running: int, expected: int) -> None:
+    assert num_successors(Need(deployment="a", num_replicas=num_wanted, bundle={"CPU": 1}), num_running) == expected
 
 
 def test_replicas_are_counted_by_the_names_of_their_actors() -> None:

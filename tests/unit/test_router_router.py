@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from router.config import PolicyName
-from router.snapshot import Decision
+from router.snapshot import Decision, Rejection
 from tests.reachable import reachable
 from tests.router_harness import RATE, keys_of, make_router, replicas_of, report, request, state_of
 
@@ -354,3 +354,42 @@ def test_requests_of_a_caller_are_those_it_waits_for_or_has_booked() -> None:
     for name in router.requests_of("g1"):
         router.cancel(name, 0.0)
     assert router.requests_of("g1") == []
+
+
+def test_request_for_a_model_that_is_not_served_is_rejected_at_once() -> None:
+    """Though replicas of it still drain: the router of a new configuration hears them."""
+    router = make_router(served=frozenset({"m"}))
+    router.apply_report(report("r1", model="old", is_draining=True), 0.0)
+    router.submit(request("a", model="old", attempt=1), 0.0)
+    assert router.next_wakeup_s(0.0) == 0.0
+    (rejection,) = router.step(0.0)
+    assert isinstance(rejection, Rejection)
+    assert (rejection.request_id, rejection.kind, rejection.is_unavailable) == ("a", "not_served", True)
+    assert router.explain("a") == [rejection]
+    assert router.step(0.0) == []
+
+
+def test_model_that_is_not_served_is_forgotten_with_its_last_replica() -> None:
+    router = make_router(served=frozenset({"m"}))
+    for name, model in (("r0", "m"), ("r1", "old"), ("r2", "old")):
+        router.apply_report(report(name, model=model, is_draining=model == "old"), 0.0)
+    router.remove_replica("r1", 1.0)
+    assert set(router.describe(1.0)) == {"m", "old"}
+    router.remove_replica("r2", 1.0)
+    router.remove_replica("r0", 1.0)
+    assert set(router.describe(1.0)) == set(router.statistics()) == {"m"}
+
+
+def test_serving_replicas_neither_drain_nor_hang() -> None:
+    router = make_router()
+    assert router.num_serving() == {}
+    for name in ("r0", "r1", "r2"):
+        router.apply_report(report(name), 0.0)
+    router.submit(request("a", is_alone=True), 0.0)
+    router.step(0.0)
+    assert router.num_serving() == {"m": 3}, "one that is reserved for a request serves"
+    router.set_fenced(frozenset({"r0"}))
+    router.apply_report(report("r1", first_event=0, is_draining=True), 0.1)
+    assert router.num_serving() == {"m": 1}
+    router.remove_replica("r2", 1.0)
+    assert router.num_serving() == {"m": 0}
