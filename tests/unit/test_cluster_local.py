@@ -347,3 +347,18 @@ def test_bars_of_hub_and_transformers_stay_out_of_a_pipe(hides: str, shows: bool
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ("it/s" in done.stderr) is shows
+
+
+def test_printed_environment_finds_the_packages_and_a_token_that_it_makes(tmp_path: Path) -> None:
+    """From any folder, by a user without a token."""
+    repo = Path(__file__).resolve().parents[2]
+    script = f"""cd {repo} && eval "$({sys.executable} -m cluster.local environment)" && cd / && {sys.executable} -c \
+        'import os, cluster; print(os.environ["RAY_AUTH_MODE"], len(open(os.path.expanduser("~/.ray/auth_token")).read()))'"""
+    inherited = {name: value for name, value in os.environ.items() if name not in ray_head.RAY_ENVIRONMENT}
+    done = subprocess.run(
+        ["bash", "-c", script], env={**inherited, "HOME": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    mode, length = done.stdout.split()
+    assert mode == "token"
+    assert int(length) >= 32
