@@ -1,6 +1,6 @@
 """Compares the engine's speed in this checkout with that in another one.
 
-Usage: python -m tests.bench.paired OTHER_CHECKOUT [--pairs 24] [--workloads SINGLE B32 PREFILL] [--set quantization=int8]
+Usage: python -m tests.bench.paired OTHER_CHECKOUT [--pairs 24] [--loads 4] [--workloads SINGLE B32 PREFILL] [--set quantization=int8]
 
 Each checkout loads the default model in its own process. The two take turns with the same prompts, in alternating order, so that a
 drift of the machine's speed affects both; a pair's ratio is this checkout's tokens per second over the other's. The interval is the
@@ -119,29 +119,42 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.paired", description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path)
     parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--loads", type=int, default=4)
     parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=["SINGLE", "B32", "PREFILL"])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="engine settings of both")
     options = parser.parse_args()
     settings = {key: _value(text) for key, text in (pair.split("=", 1) for pair in options.set)}
     print(hardware_line(os.cpu_count() or 1), settings or "", flush=True)
-    checkouts = [Checkout(REPOSITORY, settings), Checkout(options.other, settings)]
-    try:
-        for name in options.workloads:
-            workload = WORKLOADS[name]
-            for checkout in checkouts:
-                checkout.tokens_per_s(workload, -1)  # warm-up
-            ours, ratios = [], []
-            for pair in tqdm(range(options.pairs), name, leave=False, disable=not sys.stderr.isatty()):
-                order = (0, 1) if pair % 2 == 0 else (1, 0)
-                found = {index: checkouts[index].tokens_per_s(workload, pair) for index in order}
-                ours.append(found[0])
-                ratios.append(found[0] / found[1])
-            mean, low, high = interval_of(ratios)
-            print(f"{name}: {statistics.median(ours):.1f} tokens/s, ratio {mean:.4f}, 95 % interval {low:.4f} to {high:.4f}", flush=True)
-    finally:
-        for checkout in checkouts:
-            checkout.close()
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in options.workloads}  # tokens/s here and there, of each pair
+    num_pairs = -(-options.pairs // options.loads)
+    for load in tqdm(range(options.loads), "loads", leave=False, disable=not sys.stderr.isatty()):
+        measure(options.other, settings, load, num_pairs, found)
+    for name, pairs in found.items():
+        mean, low, high = interval_of([ours / theirs for ours, theirs in pairs])
+        median = statistics.median(ours for ours, _ in pairs)
+        print(f"{name}: {median:.1f} tokens/s, ratio {mean:.4f}, 95 % interval {low:.4f} to {high:.4f} ({len(pairs)} pairs)", flush=True)
     return 0
+
+
+def measure(other: Path, settings: dict[str, Any], load: int, num_pairs: int, found: dict[str, list[tuple[float, float]]]) -> None:
+    """Loads both checkouts and adds `num_pairs` pairs of each workload to `found`."""
+    folders = [REPOSITORY, other]
+    first = load % 2
+    checkouts: dict[int, Checkout] = {}
+    try:
+        for index in (first, 1 - first):
+            checkouts[index] = Checkout(folders[index], settings)
+        for name, pairs in found.items():
+            workload = WORKLOADS[name]
+            for checkout in checkouts.values():
+                checkout.tokens_per_s(workload, -1 - load)  # warm-up
+            for _ in range(num_pairs):
+                order = (0, 1) if len(pairs) % 2 == 0 else (1, 0)
+                speeds = {index: checkouts[index].tokens_per_s(workload, len(pairs)) for index in order}
+                pairs.append((speeds[0], speeds[1]))
+    finally:
+        for checkout in checkouts.values():
+            checkout.close()
 
 
 if __name__ == "__main__":
