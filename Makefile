@@ -18,6 +18,11 @@ PY := .venv/bin/python
 # Every package is checked strictly (pyproject.toml).
 MYPY_TARGETS := kvcache router cluster replicas
 
+# Two processes with one thread each: two threads of each would wait for each other at every barrier. Tests that share a module's
+# fixtures stay in one process. What starts Ray runs alone, afterwards.
+PARALLEL := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile
+GOLDEN := tests/integration/test_engine_golden.py
+
 # Made with the statistics of Mooncake's synthetic trace unless TRACE names a file.
 MADE_TRACE := build/synthetic.jsonl
 TRACE ?= $(MADE_TRACE)
@@ -37,10 +42,11 @@ stop:
 	@if [ -x $(PY) ]; then $(PY) -m cluster.local stop; else echo "nothing to stop: no environment was made here"; fi
 
 test: dev-environment
-	$(PY) -m pytest tests/unit tests/integration
+	$(PARALLEL) tests/unit $(GOLDEN)
+	$(PY) -m pytest tests/integration --ignore=$(GOLDEN)
 
 unit: dev-environment
-	$(PY) -m pytest tests/unit
+	$(PARALLEL) tests/unit
 
 check: dev-environment
 	$(PY) -m ruff check .

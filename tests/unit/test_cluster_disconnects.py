@@ -80,6 +80,9 @@ async def test_disconnect_while_queued_leaves_the_queue(cluster: InProcessCluste
     assert len(cluster.backend.routed) == 40
     assert len(cluster.backend.sent) < 40, "who left the queue was never sent to a replica"
     assert engine.stats().num_finished == 0
+    async with asyncio.timeout(30):
+        while len(cluster.records) < 40:  # a record comes after the last event of its request
+            await asyncio.sleep(0.002)
     assert [record.status for record in cluster.records] == [499] * 40
 
 
