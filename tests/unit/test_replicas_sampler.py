@@ -18,12 +18,10 @@ from transformers.generation.logits_process import (
 )
 
 from replicas.native.build import load_native_library
-from replicas.request import GenerationRequest
 from replicas.sampling.native_draw import NativeDraw
 from replicas.sampling.philox import uniforms
 from replicas.sampling.sampler import Sampler, edit_logits, filtered_probs, inverse_cdf
-from replicas.sampling.sampling_state import SamplingState
-from replicas.sampling_params import SamplingParams
+from tests.unit.growing_state import state
 
 
 @pytest.fixture(scope="module")
@@ -35,25 +33,6 @@ def compiled():
 def native(request, compiled):
     """What draws: the reference, or the compiled kernel."""
     return compiled if request.param == "compiled" else None
-
-
-class GrowingState(SamplingState):
-    """With the list of tokens that a request would own."""
-
-    def __init__(self, request, eos, mask):
-        self.tokens = [*request.prompt_ids, *request.output_ids]
-        super().__init__(request, self.tokens, eos, mask)
-
-    def append(self, token_id):
-        self.tokens.append(token_id)
-        self.follow(token_id)
-
-
-def state(seed=0, choice=0, prompt=(), output=(), eos=(), mask=None, **settings_):
-    request = GenerationRequest(
-        request_id="r", prompt_ids=tuple(prompt), output_ids=tuple(output), params=SamplingParams(**settings_), seed=seed, choice=choice
-    )
-    return GrowingState(request, frozenset(eos), mask)
 
 
 def random_logits(rows, vocab, seed=0, scale=3.0):
