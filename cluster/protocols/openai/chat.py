@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.failures import BadRequest
-from cluster.generation.prepared_generation import PreparedGeneration
 from cluster.generation.request_context import RequestContext
 from cluster.models.served_model import ServedModel
-from cluster.protocols.openai.answer_form import AnswerForm
+from cluster.protocols.openai.calls import BodyCall, FormCall
 from cluster.protocols.openai.chat_answers import ChatAnswer, ChatEvents
 from cluster.protocols.openai.chat_request import UNSUPPORTED, ChatCompletionRequest
 from cluster.protocols.openai.conversion import far_over_context, prepare, too_many
@@ -32,21 +31,10 @@ class ChatDialect(ErrorWriter):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedChat:
+class ParsedChat(BodyCall[ChatCompletionRequest]):
     """A ParsedCall."""
 
-    body: ChatCompletionRequest
-    prompt: object
-
-    @property
-    def model(self) -> str:
-        return self.body.model
-
-    @property
-    def user(self) -> str | None:
-        return self.body.user
-
-    async def prepare(self, model: ServedModel, context: RequestContext) -> PreparedChat:
+    async def prepare(self, model: ServedModel, context: RequestContext) -> FormCall:
         body = self.body
         continues = bool(body.continue_final_message)
         try:
@@ -70,24 +58,7 @@ class ParsedChat:
             max_tokens=max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        return PreparedChat(form=form)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedChat:
-    """A PreparedCall."""
-
-    form: AnswerForm
-
-    @property
-    def generation(self) -> PreparedGeneration:
-        return self.form.generation
-
-    def stream_writer(self) -> ChatEvents:
-        return ChatEvents(self.form)
-
-    def answer_writer(self) -> ChatAnswer:
-        return ChatAnswer(self.form)
+        return FormCall(form=form, events=ChatEvents, whole=ChatAnswer)
 
 
 def _parse(fields: Mapping[str, Any], limits: RequestLimits) -> ChatCompletionRequest:

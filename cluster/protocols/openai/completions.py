@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.failures import BadRequest
-from cluster.generation.prepared_generation import PreparedGeneration
 from cluster.generation.request_context import RequestContext
 from cluster.models.served_model import ServedModel
-from cluster.protocols.openai.answer_form import AnswerForm
+from cluster.protocols.openai.calls import BodyCall, FormCall
 from cluster.protocols.openai.completion_answers import CompletionAnswer, CompletionEvents
 from cluster.protocols.openai.completion_request import UNSUPPORTED, CompletionRequest
 from cluster.protocols.openai.conversion import check_vocabulary, far_over_context, prepare, too_many
@@ -34,21 +33,10 @@ class CompletionDialect(ErrorWriter):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedCompletion:
+class ParsedCompletion(BodyCall[CompletionRequest]):
     """A ParsedCall."""
 
-    body: CompletionRequest
-    prompt: object
-
-    @property
-    def model(self) -> str:
-        return self.body.model
-
-    @property
-    def user(self) -> str | None:
-        return self.body.user
-
-    async def prepare(self, model: ServedModel, context: RequestContext) -> PreparedCompletion:
+    async def prepare(self, model: ServedModel, context: RequestContext) -> FormCall:
         body = self.body
         prompts: list[tuple[int, ...]] = []
         echoes: list[str] = []
@@ -76,24 +64,7 @@ class ParsedCompletion:
             echoes=tuple(echoes) if body.echo else (),
             echoed_logprobs=body.logprobs if body.echo else None,
         )
-        return PreparedCompletion(form=form)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedCompletion:
-    """A PreparedCall."""
-
-    form: AnswerForm
-
-    @property
-    def generation(self) -> PreparedGeneration:
-        return self.form.generation
-
-    def stream_writer(self) -> CompletionEvents:
-        return CompletionEvents(self.form)
-
-    def answer_writer(self) -> CompletionAnswer:
-        return CompletionAnswer(self.form)
+        return FormCall(form=form, events=CompletionEvents, whole=CompletionAnswer)
 
 
 def _parse(fields: Mapping[str, Any], limits: RequestLimits) -> CompletionRequest:
