@@ -33,7 +33,7 @@ def decoded(body: bytes, coding: str, max_bytes: int) -> bytes:
     whole = bytearray()
     rest = body
     try:
-        for _ in range(_MAX_STREAMS):
+        for _ in range(_MAX_STREAMS + 1):
             if not rest:
                 return bytes(whole)
             part, rest = _inflated(rest, coding, max_bytes - len(whole))

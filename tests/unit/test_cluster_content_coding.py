@@ -77,6 +77,6 @@ def test_body_that_is_damaged_is_refused(coding: str, damage: str) -> None:
 
 
 def test_body_of_countless_empty_streams_is_refused_early() -> None:
-    assert decoded(gzip.compress(b"") * 900 + gzip.compress(b"{}"), "gzip", 2**22) == b"{}"
+    assert decoded(gzip.compress(b"") * 999 + gzip.compress(b"{}"), "gzip", 2**22) == b"{}"
     with pytest.raises(BadRequest, match="more than 1000 gzip streams"):
         decoded(gzip.compress(b"") * 200_000, "gzip", 2**22)
