@@ -312,7 +312,7 @@ class Scheduler:
         for index, chunk in enumerate(chunks):
             state, draft_ids = chunk.state, drafts.get(chunk.state.key, ())
             num_drafts = min(len(draft_ids), budget, state.max_num_tokens - len(state.token_ids) - 1)
-            if chunk.is_prefill or not chunk.samples or num_drafts <= 0:
+            if chunk.is_prefill or not chunk.samples or num_drafts <= 0 or state.request.wants_handoff:  # that ends with its next token
                 continue
             draft_ids = tuple(draft_ids[: self._tables.room_for_drafts(state, num_drafts)])
             budget -= len(draft_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvcache.hashing import CacheIdentity
@@ -174,3 +176,16 @@ def test_step_that_fails_forgets_the_drafts_with_their_request() -> None:
     scheduler.check()
     assert progress.finish_reason is FinishReason.FAILED
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
+
+
+def test_request_that_is_handed_over_with_its_next_token_gets_no_drafts() -> None:
+    scheduler = new_scheduler()
+    begun(scheduler, "before", 5)
+    request = replace(new_request("a", 5), wants_handoff=True)
+    scheduler.add(request)
+    scheduler.propose(A, [51, 52])
+    plan = scheduler.schedule()
+    assert [(chunk.state.key, chunk.num_tokens, chunk.is_prefill) for chunk in plan.chunks][-1] == (A, 1, False), (
+        "its first block was found"
+    )
+    assert all(not chunk.draft_ids for chunk in plan.chunks)
