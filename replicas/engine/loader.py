@@ -36,7 +36,8 @@ from replicas.sampling.native_draw import NativeDraw
 from replicas.sampling.sampler import Sampler
 from replicas.sampling_params import SamplingParams
 from replicas.scheduling.request_state import RequestState
-from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.scheduler_config import SchedulerConfig
 from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
 from replicas.sharding.collectives import Alone
 

@@ -10,7 +10,8 @@ from replicas.engine.step_statistics import StepStatistics
 from replicas.engine_config import Role
 from replicas.handoff.transfer_rate import TransferRate
 from replicas.request import GenerationRequest, RequestKey, RequestProgress, StepOutput
-from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.scheduler_config import SchedulerConfig
 from replicas.scheduling.step_plan import StepPlan
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.simulator.hardware import StepTimer

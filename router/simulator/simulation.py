@@ -12,7 +12,7 @@ from time import perf_counter
 from replicas.engine_config import Role
 from replicas.request import FinishReason, GenerationRequest, RequestKey
 from replicas.sampling_params import SamplingParams
-from replicas.scheduling.scheduler import SchedulerConfig
+from replicas.scheduling.scheduler_config import SchedulerConfig
 from replicas.stats import ReplicaReport
 from router.config import RouterConfig
 from router.policies.policy import Policy

@@ -15,7 +15,8 @@ from replicas.engine.engine import Engine
 from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.sampling_params import SamplingParams
-from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.scheduler_config import SchedulerConfig
 from replicas.text.tokenizer import Tokenizer
 from tests import engine_harness
 from tests.engine_harness import requests_for, run

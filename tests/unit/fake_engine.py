@@ -9,7 +9,8 @@ from kvcache.block_pool import BlockPool
 from replicas.engine.step_statistics import StepStatistics
 from replicas.model_description import ModelDescription
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput, TokenLogprob
-from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.scheduler_config import SchedulerConfig
 from replicas.stats import ReplicaStats
 from replicas.step_engine import KVChanges
 

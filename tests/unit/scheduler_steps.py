@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvcache.block_pool import BlockPool
 from replicas.request import GenerationRequest, RequestProgress
 from replicas.sampling_params import SamplingParams
-from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.scheduler_config import SchedulerConfig
 from replicas.scheduling.step_plan import StepPlan
 
 EOS = 99

@@ -17,7 +17,8 @@ from replicas.model_description import ModelDescription
 from replicas.request import GenerationRequest
 from replicas.sampling.sampler import Sampler
 from replicas.sampling_params import SamplingParams
-from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.scheduler_config import SchedulerConfig
 from tests.engine_harness import Generated
 
 VOCAB_SIZE, EOS, NUM_TOKENS = 50, 49, 30

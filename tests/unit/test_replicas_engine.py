@@ -14,7 +14,8 @@ from replicas.model_description import ModelDescription
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestRejected
 from replicas.sampling.sampler import Sampler
 from replicas.sampling_params import SamplingParams
-from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.scheduler_config import SchedulerConfig
 from tests.engine_harness import requests_for, run
 
 VOCAB_SIZE = 50

@@ -6,7 +6,7 @@ import pytest
 
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
-from replicas.scheduling.scheduler import SchedulerConfig
+from replicas.scheduling.scheduler_config import SchedulerConfig
 from router.simulator.hardware import DEVICES, MODELS, StepTimer
 from router.simulator.replica import SimulatedReplica
 
