@@ -10,6 +10,7 @@ from kvcache.spec import KVLayout
 from replicas.attention.backend import LayerCall
 from replicas.attention.step_tensors import StepTensors
 from replicas.native.structs import check_structs
+from replicas.native.thread_team import ThreadTeam
 
 _POINTERS = ("query", "key", "value", "out", "k_cache", "v_cache", "tables", "query_starts", "context_lens", "slots")
 _SIZES = (
@@ -26,8 +27,8 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _SIZES),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        ("num_threads", ctypes.c_int32),
         ("is_bfloat16", ctypes.c_int32),
+        ("team", ctypes.c_void_p),
     ]
 
 
@@ -38,8 +39,10 @@ class NativeAttention:
     layout = KVLayout("hdt", "htd")
     is_recordable = False
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, team: ThreadTeam | None = None) -> None:
+        """Works on `team`; None makes one."""
         check_structs(library, MantaAttentionArgs=_Args)
+        self._team = team or ThreadTeam(library)
         self._call = library.manta_paged_attention
         self._call.argtypes, self._call.restype = [ctypes.POINTER(_Args)], None
 
@@ -83,7 +86,7 @@ class NativeAttention:
             window=call.window or 0,
             scale=call.scale,
             softcap=call.softcap or 0.0,
-            num_threads=torch.get_num_threads(),
+            team=self._team.pointer,
             is_bfloat16=q_HTD.dtype == torch.bfloat16,
         )
         self._call(ctypes.byref(args))

@@ -145,7 +145,7 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
     return Engine(
         scheduler=scheduler,
         runner=runner,
-        sampler=Sampler(loaded.vocab_size, None if loaded.native_library is None else NativeDraw(loaded.native_library)),
+        sampler=Sampler(loaded.vocab_size, None if loaded.native_library is None else NativeDraw(loaded.native_library, rank.team)),
         description=description,
         handoffs=handoffs,
         leader=leader,

@@ -25,6 +25,7 @@ from replicas.model.runner import StepResult
 from replicas.native.memory import HugePageMemory
 from replicas.native.packing import GROUP, PackedLinear, padded
 from replicas.native.structs import check_structs
+from replicas.native.thread_team import ThreadTeam
 from replicas.scheduling.step_arrays import HiddenRows
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -74,7 +75,7 @@ class _Decoder(ctypes.Structure):
         ("norm_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("is_bfloat16", ctypes.c_int32),
-        ("num_threads", ctypes.c_int32),
+        ("team", ctypes.c_void_p),
     ]
 
 
@@ -134,14 +135,16 @@ class NativeDecoder:
         *,
         quantization: Quantization | None = None,
         cache: PackedCache | None = None,
+        team: ThreadTeam | None = None,
     ) -> None:
         """Takes over the model's weights: each is packed and its original freed, so that memory is held once. `cache` keeps quantized
-        weights between starts; None quantizes every time."""
+        weights between starts; None quantizes every time. Steps run on `team`; None makes one."""
         config = model.config
         if reason := why_not_native(config) or _why_not_layers(calls):
             raise NativeMismatch(reason)
         check_structs(library, MantaLinear=_Linear, MantaLayer=_Layer, MantaDecoder=_Decoder, MantaStep=_Step)
         self._library = library
+        self._team = team or ThreadTeam(library)
         self._kv = kv  # kept alive because the structs point into it, as into `_keep` and `_memory`
         self._keep: list[torch.Tensor] = []
         self._memory = HugePageMemory()
@@ -180,7 +183,7 @@ class NativeDecoder:
             norm_eps=model.model.norm.variance_epsilon,
             scale=call.scale,
             is_bfloat16=model.dtype == torch.bfloat16,
-            num_threads=torch.get_num_threads(),
+            team=self._team.pointer,
         )
 
     @torch.inference_mode()

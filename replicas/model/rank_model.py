@@ -19,6 +19,7 @@ from replicas.model.loader import LoadedModel
 from replicas.model.native_decoder import LAYOUT, NativeDecoder
 from replicas.model.native_shard import ShardedDecoder
 from replicas.model.runner import ModelRunner, TransformersRunner, kv_groups, probe_layers
+from replicas.native.thread_team import ThreadTeam
 from replicas.sharding.collectives import RankGroup
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class RankModel:
     """The same on every rank."""
     kv: KVTensors
     group: RankGroup
+    team: ThreadTeam | None
+    """Threads of the native runner; None with another one."""
     capture: GraphCapture | None
     """Records decode steps as graphs; padding rows write to one block beyond `size`. None without CUDA graphs."""
 
@@ -49,6 +52,7 @@ class RankModel:
         backend = None
         if loaded.native_library is None:
             backend = select_backend(config.attention_backend, calls.values(), loaded.dtype, loaded.device, config.block_size)
+        team = None if loaded.native_library is None else ThreadTeam(loaded.native_library)
         capture = choose_capture(config, loaded, backend)
         size = _size(config, loaded, calls, group, num_spare_blocks=0 if capture is None else 1)
         kv = KVTensors(
@@ -59,7 +63,7 @@ class RankModel:
             dtype=loaded.dtype,
             device=loaded.device,
         )
-        return cls(loaded=loaded, calls=calls, backend=backend, size=size, kv=kv, group=group, capture=capture)
+        return cls(loaded=loaded, calls=calls, backend=backend, size=size, kv=kv, group=group, team=team, capture=capture)
 
     @property
     def kv_heads(self) -> range:
@@ -80,8 +84,8 @@ class RankModel:
             cache = PackedCache(content_key(loaded.model, quantization), config.quantized_cache_bytes)
         known = (loaded.native_library, loaded.model, self.calls, self.kv)
         if loaded.part is not None:
-            return ShardedDecoder(*known, self.group, loaded.part.tokens, quantization=quantization, cache=cache)
-        return NativeDecoder(*known, quantization=quantization, cache=cache)
+            return ShardedDecoder(*known, self.group, loaded.part.tokens, quantization=quantization, cache=cache, team=self.team)
+        return NativeDecoder(*known, quantization=quantization, cache=cache, team=self.team)
 
     def _graphed(self, runner: ModelRunner, max_num_seqs: int) -> ModelRunner:
         if self.capture is None:

@@ -10,10 +10,12 @@
 
 #pragma once
 
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "bfloat16_dot.h"
+#include "team.h"
 #include "vector.h"
 
 namespace manta {
@@ -21,6 +23,7 @@ namespace manta {
 constexpr int CHUNK = 128;       // tokens between two updates of the running softmax
 constexpr int SPAN = 2 * WIDTH;  // tokens whose scores, or dims whose sums, are computed together
 constexpr int BLOCKS_AHEAD = 2;  // blocks of keys prefetched ahead of use: blocks lie anywhere in memory
+constexpr int64_t FEW_WRITES = 16;  // tokens whose keys and values one thread writes
 constexpr int QUERY_ROWS = 96;   // rows that share a chunk's words
 
 struct Shape {
@@ -274,7 +277,7 @@ struct Work {
 
 template <typename Q, typename KV>
 void attend(const Q* query, const KV* k_cache, const KV* v_cache, Q* out, const int32_t* tables, int64_t table_stride,
-            const int32_t* query_starts, const int32_t* context_lens, int64_t num_requests, const Shape& s, int num_threads) {
+            const int32_t* query_starts, const int32_t* context_lens, int64_t num_requests, const Shape& s, Team& team) {
     const int64_t tile_tokens = std::max<int64_t>(1, QUERY_ROWS / (s.num_heads / s.num_kv_heads));
     const int64_t k_size = s.k_dim * s.block_size, v_size = s.v_dim * s.block_size;
     std::vector<Work> work;
@@ -283,29 +286,26 @@ void attend(const Q* query, const KV* k_cache, const KV* v_cache, Q* out, const 
             for (int64_t h = 0; h < s.num_kv_heads; ++h)
                 work.push_back({r, h, t, std::min<int64_t>(tile_tokens, query_starts[r + 1] - t)});
     const int64_t num_work = static_cast<int64_t>(work.size());
-#pragma omp parallel num_threads(num_threads)
-    {
-        Tile<Q, KV> tile(s, tile_tokens * (s.num_heads / s.num_kv_heads));
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_work; ++i) {
-            const Work& w = work[num_work - 1 - i];  // last first: a prompt's late tiles take longest, its short ones balance the threads
-            const Work& next = work[std::max<int64_t>(num_work - 1 - i - num_threads, 0)];
-            const int64_t first_position = context_lens[w.request] - query_starts[w.request + 1] + w.first_token;
-            tile.load_queries(query, w.first_token, w.num_tokens, w.kv_head);
-            tile.attend(k_cache + w.kv_head * k_size, s.num_kv_heads * k_size, v_cache + w.kv_head * v_size, s.num_kv_heads * v_size,
-                        tables + w.request * table_stride, first_position,
-                        {k_cache + next.kv_head * k_size, tables + next.request * table_stride,
-                         divide_up(context_lens[next.request], s.block_size)});
-            tile.save(out, w.first_token, w.kv_head);
-        }
-    }
+    std::vector<std::unique_ptr<Tile<Q, KV>>> tiles(team.size());  // by member
+    team.each(num_work, 1, 1, [&](const Piece& piece) {
+        auto& tile = tiles[piece.member];
+        if (!tile) tile = std::make_unique<Tile<Q, KV>>(s, tile_tokens * (s.num_heads / s.num_kv_heads));
+        const int64_t i = num_work - 1 - piece.first;  // last first: a prompt's late tiles take longest, its short ones balance the threads
+        const Work &w = work[i], &next = work[std::max<int64_t>(i - 1, 0)];
+        const int64_t first_position = context_lens[w.request] - query_starts[w.request + 1] + w.first_token;
+        tile->load_queries(query, w.first_token, w.num_tokens, w.kv_head);
+        tile->attend(k_cache + w.kv_head * k_size, s.num_kv_heads * k_size, v_cache + w.kv_head * v_size, s.num_kv_heads * v_size,
+                     tables + w.request * table_stride, first_position,
+                     {k_cache + next.kv_head * k_size, tables + next.request * table_stride,
+                      divide_up(context_lens[next.request], s.block_size)});
+        tile->save(out, w.first_token, w.kv_head);
+    });
 }
 
 template <typename Q, typename KV>
 void write(const Q* key, const Q* value, KV* k_cache, KV* v_cache, const int64_t* slots, int64_t num_tokens, const Shape& s,
-           int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(static) if (num_tokens > 16)
-    for (int64_t t = 0; t < num_tokens; ++t) {
+           int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride, Team& team) {
+    team.each(num_tokens, FEW_WRITES, [&](int64_t t, int) {
         const int64_t block = slots[t] / s.block_size, offset = slots[t] % s.block_size;
         for (int64_t h = 0; h < s.num_kv_heads; ++h) {
             KV* k_to = k_cache + (block * s.num_kv_heads + h) * s.k_dim * s.block_size + offset;
@@ -315,7 +315,7 @@ void write(const Q* key, const Q* value, KV* k_cache, KV* v_cache, const int64_t
             const Q* v_from = value + t * v_token_stride + h * v_head_stride;
             for (int64_t d = 0; d < s.v_dim; ++d) store(v_to + d, to_float(v_from[d]));
         }
-    }
+    });
 }
 
 }  // namespace manta

@@ -18,15 +18,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from replicas.native.isa import BEST_FIRST, EMULATED, InstructionSet, cpu_flags, runnable
 
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = (
-    "-O3", "-mtune=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp",
+    "-O3", "-mtune=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fopenmp-simd",
     "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
 )  # fmt: skip
 
@@ -92,7 +90,7 @@ def _build(compiler: str, isa: InstructionSet, path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
             name = f'-DMANTA_VARIANT="{isa.name}"'
-            command = [compiler, *FLAGS, *isa.compiler_flags, name, str(SOURCE), "-o", str(built), *_openmp_runtime()]
+            command = [compiler, *FLAGS, *isa.compiler_flags, name, str(SOURCE), "-o", str(built)]
             result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             if result.returncode != 0:
                 raise _CompilerFailed(f"{compiler} failed: {(result.stderr.strip().splitlines() or ['no output'])[0]}")
@@ -105,16 +103,10 @@ def _build(compiler: str, isa: InstructionSet, path: Path) -> None:
     logger.info("built the CPU kernels in %.1f s", time.monotonic() - start_s)
 
 
-def _openmp_runtime() -> list[str]:
-    """torch's own OpenMP library, so that torch and the kernels share one thread pool; two pools would compete for the cores."""
-    bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
-    return [str(bundled[0])] if bundled else []
-
-
 def _fingerprint(compiler: str, isa: InstructionSet) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     sources = [*sorted(SOURCE.parent.glob("*.h")), SOURCE]
     digest = hashlib.sha256()
-    for part in (*(source.read_text() for source in sources), *FLAGS, *isa.compiler_flags, version, torch.__version__, platform.machine()):
+    for part in (*(source.read_text() for source in sources), *FLAGS, *isa.compiler_flags, version, platform.machine()):
         digest.update(part.encode())
     return digest.hexdigest()[:16]

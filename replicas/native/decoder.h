@@ -11,6 +11,8 @@
 
 extern "C" {
 
+struct MantaTeam;  // manta::Team
+
 enum MantaElement : int32_t { MANTA_FLOAT32, MANTA_BFLOAT16, MANTA_INT8, MANTA_INT4 };
 
 struct MantaLinear {
@@ -35,7 +37,8 @@ struct MantaDecoder {
     const MantaLayer* layers;
     int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, block_size;
     float norm_eps, scale;
-    int32_t is_bfloat16, num_threads;
+    int32_t is_bfloat16;
+    MantaTeam* team;
 };
 
 struct MantaStep {
@@ -118,7 +121,7 @@ struct Decoder {
     // hidden += delta
     void add_delta() const {
         const int64_t stride = padded(model.hidden_size);
-        for_tokens(step.num_tokens, [&](int64_t t) {
+        for_tokens([&](int64_t t) {
             float* to = step.hidden + t * model.hidden_size;
             const float* from = step.delta + t * stride;
             for (int64_t i = 0; i < model.hidden_size; ++i) to[i] += from[i];
@@ -138,7 +141,7 @@ struct Decoder {
         project(step.normed, layer.qkv, step.wide);
         const int64_t width = padded(layer.qkv.num_outputs);
         const int64_t num_rotated = model.num_heads + model.num_kv_heads;
-        for_tokens(step.num_tokens, [&](int64_t t) {
+        for_tokens([&](int64_t t) {
             const int64_t angles = step.positions[t] * model.head_dim;
             for (int64_t h = 0; h < num_rotated; ++h) {
                 float* head = step.wide + t * width + h * model.head_dim;
@@ -150,13 +153,13 @@ struct Decoder {
         const float* key = step.wide + model.num_heads * model.head_dim;
         const float* value = key + model.num_kv_heads * model.head_dim;
         write(key, value, static_cast<T*>(layer.k_cache), static_cast<T*>(layer.v_cache), step.slots, step.num_tokens, shape(layer), width,
-              model.head_dim, width, model.head_dim, model.num_threads);
+              model.head_dim, width, model.head_dim, team());
     }
 
     void attend_tokens(int64_t index) const {
         const MantaLayer& layer = model.layers[index];
         attend(step.wide, static_cast<const T*>(layer.k_cache), static_cast<const T*>(layer.v_cache), step.narrow, step.tables,
-               step.table_stride, step.query_starts, step.context_lens, step.num_requests, shape(layer), model.num_threads);
+               step.table_stride, step.query_starts, step.context_lens, step.num_requests, shape(layer), team());
         project(step.narrow, layer.out, step.delta);
     }
 
@@ -166,7 +169,7 @@ struct Decoder {
         normalize(layer.post_norm);
         project(step.normed, layer.gate_up, step.wide);
         const int64_t width = padded(layer.gate_up.num_outputs), size = model.intermediate_size;
-        for_tokens(step.num_tokens, [&](int64_t t) {
+        for_tokens([&](int64_t t) {
             const float *gate = step.wide + t * width, *up = gate + size;
             float* to = step.narrow + t * size;
 #pragma omp simd
@@ -185,7 +188,7 @@ struct Decoder {
 
   private:
     void normalize(const float* weight) const {
-        for_tokens(step.num_tokens, [&](int64_t t) {
+        for_tokens([&](int64_t t) {
             rms_norm(step.hidden + t * model.hidden_size, weight, model.hidden_size, step.normed + t * model.hidden_size);
         });
     }
@@ -223,7 +226,7 @@ struct Decoder {
     void project(const float* from, const MantaLinear& linear, float* to) const { project_rows(from, step.num_tokens, linear, to); }
 
     void project_rows(const float* from, int64_t num_rows, const MantaLinear& linear, float* to) const {
-        with_weight(linear, [&](auto weight) { multiply(from, num_rows, weight, to, step.prepared, model.num_threads); });
+        with_weight(linear, [&](auto weight) { multiply(from, num_rows, weight, to, step.prepared, team()); });
         if (linear.bias == nullptr) return;
         const int64_t stride = padded(linear.num_outputs);
         for (int64_t r = 0; r < num_rows; ++r)
@@ -231,10 +234,11 @@ struct Decoder {
     }
 
     template <typename F>
-    void for_tokens(int64_t num_tokens, F&& call) const {
-#pragma omp parallel for num_threads(model.num_threads) schedule(static) if (num_tokens > 4)
-        for (int64_t t = 0; t < num_tokens; ++t) call(t);
+    void for_tokens(F&& call) const {
+        team().each(step.num_tokens, FEW_TOKENS, [&](int64_t t, int) { call(t); });
     }
+
+    Team& team() const { return *reinterpret_cast<Team*>(model.team); }
 };
 
 }  // namespace manta

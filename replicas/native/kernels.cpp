@@ -19,9 +19,15 @@ void with_type(bool is_bfloat16, F&& call) {
         call(float{});
 }
 
+manta::Team& team_of(MantaTeam* team) { return *reinterpret_cast<manta::Team*>(team); }
+
 }  // namespace
 
 extern "C" {
+
+// A team of `num_members` threads, the caller's included. One thread at a time shares its loops with it; another one works alone.
+MantaTeam* manta_team_create(int32_t num_members) { return reinterpret_cast<MantaTeam*>(new manta::Team(num_members)); }
+void manta_team_destroy(MantaTeam* team) { delete &team_of(team); }
 
 // The name of the instruction set that these kernels were built for.
 const char* manta_variant() { return MANTA_VARIANT; }
@@ -35,7 +41,8 @@ struct MantaAttentionArgs {
     int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
     int64_t window;
     float scale, softcap;
-    int32_t num_threads, is_bfloat16;
+    int32_t is_bfloat16;
+    MantaTeam* team;
 };
 
 // The size in bytes of a struct that Python mirrors; -1 for an unknown name.
@@ -61,17 +68,17 @@ void manta_paged_attention(const MantaAttentionArgs* a) {
         using T = decltype(type);
         T *k_cache = static_cast<T*>(a->k_cache), *v_cache = static_cast<T*>(a->v_cache);
         manta::write(static_cast<const T*>(a->key), static_cast<const T*>(a->value), k_cache, v_cache, a->slots, a->num_tokens, s,
-                     a->k_token_stride, a->k_head_stride, a->v_token_stride, a->v_head_stride, a->num_threads);
+                     a->k_token_stride, a->k_head_stride, a->v_token_stride, a->v_head_stride, team_of(a->team));
         manta::attend(static_cast<const T*>(a->query), k_cache, v_cache, static_cast<T*>(a->out), a->tables, a->table_stride,
-                      a->query_starts, a->context_lens, a->num_requests, s, a->num_threads);
+                      a->query_starts, a->context_lens, a->num_requests, s, team_of(a->team));
     });
 }
 
 // out [num_rows, outputs rounded up to 16] = in [num_rows, k] times a packed weight. Only for tests of the multiplication.
-void manta_multiply(const float* in, int64_t num_rows, const MantaLinear* linear, float* out, int32_t num_threads) {
+void manta_multiply(const float* in, int64_t num_rows, const MantaLinear* linear, float* out, MantaTeam* team) {
     manta::with_weight(*linear, [&](auto weight) {
         manta::Lines<float> prepared(num_rows * weight.prepared_floats());
-        manta::multiply(in, num_rows, weight, out, prepared.begin(), num_threads);
+        manta::multiply(in, num_rows, weight, out, prepared.begin(), team_of(team));
     });
 }
 
@@ -107,20 +114,21 @@ void manta_add_byte_dots(int32_t* sums, const uint32_t* unsigned_bytes, const ui
 
 // token_ids [num_rows] = the token drawn from each of `rows` of the logits.
 void manta_draw(const float* logits, int64_t row_stride, int64_t vocab_size, const int64_t* rows, int64_t num_rows,
-                const MantaDrawSettings* settings, int64_t* token_ids, int32_t num_threads) {
-#pragma omp parallel num_threads(num_threads)
-    {
-        manta::RowDraw row(vocab_size);
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_rows; ++i) token_ids[i] = row.draw(logits + rows[i] * row_stride, settings[i]);
-    }
+                const MantaDrawSettings* settings, int64_t* token_ids, MantaTeam* team) {
+    std::vector<std::unique_ptr<manta::RowDraw>> draws(team_of(team).size());  // by member
+    team_of(team).each(num_rows, 1, 1, [&](const manta::Piece& piece) {
+        auto& draw = draws[piece.member];
+        if (!draw) draw = std::make_unique<manta::RowDraw>(vocab_size);
+        token_ids[piece.first] = draw->draw(logits + rows[piece.first] * row_stride, settings[piece.first]);
+    });
 }
 
 // token_ids [num_rows] = the token with the largest logit in each of `rows`.
 void manta_argmax(const float* logits, int64_t row_stride, int64_t vocab_size, const int64_t* rows, int64_t num_rows, int64_t* token_ids,
-                  int32_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic)
-    for (int64_t i = 0; i < num_rows; ++i) token_ids[i] = manta::argmax(logits + rows[i] * row_stride, vocab_size);
+                  MantaTeam* team) {
+    team_of(team).each(num_rows, 1, 1, [&](const manta::Piece& piece) {
+        token_ids[piece.first] = manta::argmax(logits + rows[piece.first] * row_stride, vocab_size);
+    });
 }
 
 // One whole step.

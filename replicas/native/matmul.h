@@ -2,12 +2,8 @@
 // over k in a fixed order, whatever the number of rows, so a row's result is the same to the bit alone or in a batch.
 #pragma once
 
-#include <omp.h>
-
-#include <atomic>
-#include <vector>
-
 #include "packed_weight.h"
+#include "team.h"
 #include "vector.h"
 
 namespace manta {
@@ -15,6 +11,7 @@ namespace manta {
 constexpr int MAX_PANELS = 4;         // panels read side by side
 constexpr int TILES_TOGETHER = 12;    // tiles that all use some panels before the next tiles do
 constexpr int BLOCK_WORDS = 1 << 14;  // words of a panel that stay in the second-level cache, with as many prefetched ones
+constexpr int64_t FEW_TOKENS = 4;     // so many are prepared, normalised and so on sooner than another thread would hear of them
 constexpr int TILE_ROWS = MAX_ROWS < 8 ? MAX_ROWS : 8;  // rows that share each load of weights
 
 // Panels that a tile of `rows` rows reads side by side: as many as there are registers for their sums.
@@ -196,15 +193,10 @@ void multiply_panels(const float* a, const Tiles& tiles, int64_t first_tile, int
     }
 }
 
-// A thread's own share of the work, from which other threads take when theirs is done: a core is slower when other processes use it.
-struct alignas(64) Run {
-    std::atomic<int64_t> num_taken{0};
-};
-
 // c [num_rows, b.stride()] = a [num_rows, b.num_k] * b. Padding outputs are written too. `prepared` is scratch memory for
 // num_rows * b.prepared_floats() floats.
 template <typename E>
-void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float* c, float* prepared, int num_threads) {
+void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float* c, float* prepared, Team& team) {
     const Tiles tiles{num_rows};
     const int64_t num_together = panels_beside((num_rows + tiles.num - 1) / tiles.num);
     // Blocks of tiles whose inputs and outputs stay in the second-level cache while panels are read.
@@ -219,25 +211,12 @@ void multiply(const float* a, int64_t num_rows, const PackedWeight<E>& b, float*
                 finish(prepared + tiles.first(t) * b.prepared_floats(), tiles.size(t), b, panel, panel + num_panels,
                        c + tiles.first(t) * b.stride());
     };
-    std::vector<Run> runs(num_threads);
-#pragma omp parallel num_threads(num_threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < num_rows; ++r) {
-            const int64_t tile = tiles.of(r), first = tiles.first(tile);
-            prepare(a + r * b.num_k, b, prepared + first * b.prepared_floats() + (r - first) * LINE, tiles.size(tile) * LINE);
-        }
-        // Each thread gets neighbouring panels, so that it mostly prefetches its own.
-        for (int64_t turn = 0; turn < num_threads; ++turn) {
-            const int64_t run = (omp_get_thread_num() + turn) % num_threads;
-            const int64_t first = run * b.num_panels() / num_threads, end = (run + 1) * b.num_panels() / num_threads;
-            const int64_t num = (end - first + num_together - 1) / num_together * num_blocks;
-            for (int64_t i; (i = runs[run].num_taken.fetch_add(1, std::memory_order_relaxed)) < num;) {
-                const int64_t panel = first + i / num_blocks * num_together;
-                multiply_block(i % num_blocks, panel, std::min(num_together, end - panel));
-            }
-        }
-    }
+    team.each(num_rows, FEW_TOKENS, [&](int64_t r, int) {
+        const int64_t tile = tiles.of(r), first = tiles.first(tile);
+        prepare(a + r * b.num_k, b, prepared + first * b.prepared_floats() + (r - first) * LINE, tiles.size(tile) * LINE);
+    });
+    // Each thread's own share are neighbouring panels, so that it mostly prefetches its own.
+    team.each(b.num_panels(), num_together, num_blocks, [&](const Piece& piece) { multiply_block(piece.pass, piece.first, piece.num); });
 }
 
 }  // namespace manta

@@ -1,7 +1,7 @@
 """Which cores each engine of a machine computes on: their number, and an exclusive set. Free of torch; Linux only.
 
-OpenMP waits at a barrier for its slowest thread, so two engines that share a core each run at far less than half speed. Each
-engine therefore claims cores that no other engine holds and keeps its threads on them.
+Loops wait for their slowest thread, so two engines that share a core each run at less than half speed. Each engine therefore claims
+cores that no other engine holds and keeps its threads on them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from replicas.native.structs import check_structs
+from replicas.native.thread_team import ThreadTeam
 from replicas.sampling.philox import uniforms
 from replicas.sampling.sampling_state import SamplingState
 
@@ -30,8 +31,10 @@ class _Settings(ctypes.Structure):
 class NativeDraw:
     """Temperature, top_k, top_p, min_p and the inverse CDF for many rows. The torch reference is in `replicas.sampling.sampler`."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, team: ThreadTeam | None = None) -> None:
+        """Works on `team`; None makes one."""
         check_structs(library, MantaDrawSettings=_Settings)
+        self._team = team or ThreadTeam(library)
         self._call = library.manta_draw
         self._argmax = library.manta_argmax
 
@@ -44,7 +47,7 @@ class NativeDraw:
         self._argmax(
             ctypes.c_void_p(logits_RV.data_ptr()), ctypes.c_int64(logits_RV.stride(0)), ctypes.c_int64(logits_RV.shape[1]),
             (ctypes.c_int64 * len(rows))(*rows), ctypes.c_int64(len(rows)), token_ids,
-            ctypes.c_int32(min(torch.get_num_threads(), len(rows))),
+            self._team.pointer,
         )  # fmt: skip
         return list(token_ids)
 
@@ -70,6 +73,6 @@ class NativeDraw:
         self._call(
             ctypes.c_void_p(logits_RV.data_ptr()), ctypes.c_int64(logits_RV.stride(0)), ctypes.c_int64(vocab_size),
             (ctypes.c_int64 * len(rows))(*rows), ctypes.c_int64(len(rows)), settings, token_ids,
-            ctypes.c_int32(min(torch.get_num_threads(), len(rows))),
+            self._team.pointer,
         )  # fmt: skip
         return list(token_ids)

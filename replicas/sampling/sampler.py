@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from replicas.native.thread_team import without_torch_threads
 from replicas.request import TokenLogprob
 from replicas.sampling.native_draw import MAX_TEMPERATURE, MIN_TEMPERATURE, NativeDraw
 from replicas.sampling.philox import uniforms
@@ -62,6 +64,13 @@ class Sampler:
         assert logits_RV.shape == (len(states), self.vocab_size), (logits_RV.shape, len(states), self.vocab_size)
         if not states:
             return SampledTokens(token_ids=[], logprobs=[])
+        with self._own_threads():
+            return self._sample(logits_RV, states)
+
+    def _own_threads(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._native is None else without_torch_threads()
+
+    def _sample(self, logits_RV: Tensor, states: Sequence[SamplingState]) -> SampledTokens:
         plain = [row for row, state in enumerate(states) if state.is_plain_greedy]
         others = [row for row, state in enumerate(states) if not state.is_plain_greedy]
         token_ids = [0] * len(states)
@@ -112,7 +121,8 @@ class Sampler:
         rows_per_chunk = max(1, _CHUNK_ELEMENTS // self.vocab_size)
         for start in range(0, len(token_ids), rows_per_chunk):
             ids = list(token_ids[start : start + rows_per_chunk])
-            found += _logprobs(logits_RV[start : start + len(ids)].float(), ids, [num_top] * len(ids))
+            with self._own_threads():
+                found += _logprobs(logits_RV[start : start + len(ids)].float(), ids, [num_top] * len(ids))
         return found
 
     def _sample_chunk(

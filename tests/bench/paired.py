@@ -17,6 +17,7 @@ import random
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,10 @@ class Workload:
 
 
 WORKLOADS = {
+    "SETTLE": Workload(num_prompts=1, num_prompt_tokens=32, max_tokens=32),
     "SINGLE": Workload(num_prompts=1, num_prompt_tokens=32, max_tokens=96),
     "B8": Workload(num_prompts=8, num_prompt_tokens=32, max_tokens=64),
+    "B16": Workload(num_prompts=16, num_prompt_tokens=32, max_tokens=48),
     "B32": Workload(num_prompts=32, num_prompt_tokens=32, max_tokens=48),
     "PREFILL": Workload(num_prompts=1, num_prompt_tokens=1_500, max_tokens=1),
 }
@@ -107,6 +110,11 @@ def interval_of(ratios: list[float]) -> tuple[float, float, float]:
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
+def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """Engine settings from KEY=VALUE."""
+    return {key: _value(text) for key, text in (pair.split("=", 1) for pair in pairs)}
+
+
 def _value(text: str) -> Any:
     """A number or a boolean where it is one, as YAML would read it."""
     try:
@@ -123,7 +131,7 @@ def main() -> int:
     parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=["SINGLE", "B32", "PREFILL"])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="engine settings of both")
     options = parser.parse_args()
-    settings = {key: _value(text) for key, text in (pair.split("=", 1) for pair in options.set)}
+    settings = settings_of(options.set)
     print(hardware_line(os.cpu_count() or 1), settings or "", flush=True)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in options.workloads}  # tokens/s here and there, of each pair
     num_pairs = -(-options.pairs // options.loads)

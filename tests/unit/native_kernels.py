@@ -14,16 +14,18 @@ from replicas.model.native_decoder import as_struct
 from replicas.native import build
 from replicas.native.isa import InstructionSet
 from replicas.native.packing import Element, PackedLinear, padded
+from replicas.native.thread_team import ThreadTeam
 
 
 def multiply(library: ctypes.CDLL, a_MK: torch.Tensor, packed: PackedLinear, num_threads: int = 2) -> torch.Tensor:
     """float32 [M, N] of contiguous float32 rows times packed weights."""
     out = torch.empty(a_MK.shape[0], padded(packed.num_outputs))
     keep: list[torch.Tensor] = []
+    team = ThreadTeam(library, num_threads)
     linear = as_struct(packed, lambda tensor: keep.append(tensor) or tensor.data_ptr())
     library.manta_multiply(
         ctypes.c_void_p(a_MK.data_ptr()), ctypes.c_int64(a_MK.shape[0]), ctypes.byref(linear), ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_int32(num_threads),
+        team.pointer,
     )  # fmt: skip
     return out[:, : packed.num_outputs]
 
