@@ -67,6 +67,11 @@ class EngineConfig:
     """Target seconds of a step that decodes and computes prompts: the gap between two tokens of a stream. Such a step still computes at
     least a block of prompt tokens; prompts more urgent than every decoding request are not held back. Ignored if
     `max_num_batched_tokens` is given."""
+    max_urgent_share: float = 0.8
+    """Largest share of the work for which streams step aside while prompts of more urgent priority are computed, below 1. They keep
+    their KV. 0: they never do, and every step decodes all of them."""
+    max_urgent_pause_s: float = 1.0
+    """Longest time for which a stream steps aside; then the next step gives it a token, whatever its share."""
     block_size: int = 16
     """Tokens in a KV block."""
     kv_cache_bytes: int | None = None
@@ -139,8 +144,13 @@ class EngineConfig:
             raise ValueError(f"kv_lease_s must be above 0 and at most {MAX_KV_LEASE_S:g}, got {self.kv_lease_s}")
         if self.transfer_host in ("", "0.0.0.0", "::"):
             raise ValueError(f"transfer_host must be an address under which other replicas reach this one, got {self.transfer_host!r}")
-        for name in ("max_step_s", "max_mixed_step_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        self._check_steps()
         if self.kv_transfer not in get_args(KVTransfer):
             raise ValueError(f"kv_transfer must be one of {', '.join(get_args(KVTransfer))}, got {self.kv_transfer!r}")
+
+    def _check_steps(self) -> None:
+        for name in ("max_step_s", "max_mixed_step_s", "max_urgent_pause_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        if not 0 <= self.max_urgent_share < 1:
+            raise ValueError(f"max_urgent_share must be at least 0 and below 1, got {self.max_urgent_share}")

@@ -136,6 +136,8 @@ class StepOutput:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_preemptions: int = 0
+    num_paused: int = 0
+    """Decodes that stepped aside for more urgent prompts."""
     is_graphed: bool = False
     """Whether the step was replayed as a CUDA graph."""
     cuts_a_prompt: bool = False

@@ -65,6 +65,8 @@ class ReplicaStats:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_pauses: int = 0
+    """Steps in which a stream stepped aside for a more urgent prompt, summed over the streams."""
     num_finished: int = 0
     num_cancelled: int = 0
     num_failed: int = 0

@@ -108,7 +108,7 @@ class Engine:
             raise RuntimeError(f"the last {self._num_failed_steps} steps failed; the log has the reasons")
         start_s = self._clock()
         loaded = self.handoffs.collect()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(start_s)
         self.handoffs.reserve()
         output = self._compute(plan, loaded, start_s) if plan.chunks else self._idle(plan, loaded, may_wait=may_wait)
         self._statistics.add(output)
@@ -140,6 +140,7 @@ class Engine:
             num_prefill_tokens=num_prefill,
             num_decode_tokens=plan.num_tokens - num_prefill,
             num_preemptions=plan.num_preemptions,
+            num_paused=plan.num_paused,
             is_graphed=is_graphed,
             cuts_a_prompt=plan.cuts_a_prompt,
             step_s=self._clock() - start_s,

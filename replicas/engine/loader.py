@@ -118,6 +118,8 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
             max_num_mixed_tokens=mixed_budget,
+            max_urgent_share=config.max_urgent_share,
+            max_urgent_pause_s=config.max_urgent_pause_s,
             max_model_len=size.max_model_len,
             max_num_scored_tokens=max(1, MAX_SCORED_LOGITS // loaded.vocab_size),
             eos_token_ids=loaded.eos_token_ids,

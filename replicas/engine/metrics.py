@@ -35,6 +35,10 @@ COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_cached_prompt_tokens": ("Prompt tokens whose KV came from the prefix cache", lambda stats: stats.num_cached_tokens),
     "manta_generated_tokens": ("Tokens generated", lambda stats: stats.num_generated_tokens),
     "manta_preemptions": ("Requests whose KV was dropped to be computed again", lambda stats: stats.num_preemptions),
+    "manta_urgent_pauses": (
+        "Steps in which a stream stepped aside for a more urgent prompt, summed over the streams",
+        lambda stats: stats.num_pauses,
+    ),
     "manta_requests_finished": ("Requests that ended with an answer", lambda stats: stats.num_finished),
     "manta_requests_cancelled": ("Requests that their client or gateway cancelled", lambda stats: stats.num_cancelled),
     "manta_requests_failed": ("Requests that the engine could not finish", lambda stats: stats.num_failed),

@@ -18,10 +18,12 @@ class StepStatistics:
         self._num_cached_tokens = 0
         self._num_generated_tokens = 0
         self._num_preemptions = 0
+        self._num_pauses = 0
         self._num_ended = dict.fromkeys(FinishReason, 0)
 
     def add(self, output: StepOutput) -> None:
         self._num_preemptions += output.num_preemptions
+        self._num_pauses += output.num_paused
         for progress in output.progress:
             self._num_generated_tokens += len(progress.token_ids)
             if progress.finish_reason is not None:
@@ -56,6 +58,7 @@ class StepStatistics:
             num_cached_tokens=self._num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=self._num_preemptions,
+            num_pauses=self._num_pauses,
             num_finished=ended[FinishReason.STOP] + ended[FinishReason.LENGTH] + ended[FinishReason.HANDOFF],
             num_cancelled=ended[FinishReason.CANCELLED],
             num_failed=ended[FinishReason.FAILED],

@@ -18,6 +18,7 @@ from replicas.scheduling.prompt_budget import PromptBudget
 from replicas.scheduling.request_state import RequestState, RequestStatus
 from replicas.scheduling.scheduler_config import SchedulerConfig
 from replicas.scheduling.step_plan import NO_POSITIONS, ScheduledChunk, StepPlan
+from replicas.scheduling.urgent_pauses import UrgentPauses
 
 
 class Scheduler:
@@ -25,7 +26,8 @@ class Scheduler:
 
     Always: running requests hold blocks for every token that a step has computed or planned, waiting ones hold none; each
     accepted request is reported with a finish reason exactly once. At equal priority the earlier request keeps its blocks;
-    a waiting request preempts a running one only if its priority is strictly more urgent.
+    a waiting request preempts a running one only if its priority is strictly more urgent, and decodes step aside only for the prompts
+    of such requests.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
@@ -42,6 +44,7 @@ class Scheduler:
         self._ended: list[RequestProgress] = []  # endings not reported yet
         self._new_loads: list[RequestState] = []  # not returned by take_loads yet
         self._drafts: dict[RequestKey, Sequence[int]] = {}  # for the next step
+        self._pauses = UrgentPauses(config)
         self._num_arrivals = 0
 
     @property
@@ -134,15 +137,16 @@ class Scheduler:
         self._ended.append(self._progress(state, finish_reason=FinishReason.CANCELLED))
         return True
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, now_s: float = 0.0) -> StepPlan:
         """Plans one step: first running requests that decode, then running prefills, then waiting requests, and last drafts: they get
-        budget and blocks that nothing else wants."""
+        budget and blocks that nothing else wants. `now_s`, from a clock that never goes back, bounds the pauses of decodes."""
         drafts, self._drafts = self._drafts, {}
         num_preemptions = self._make_room_for_urgent()
         budget = self.config.max_num_batched_tokens
         chunks: list[ScheduledChunk] = []
         published: list[int] = []
-        decoding = [state for state in self._running if state.is_decoding]
+        paused = self._pauses.choose(self._running, now_s)
+        decoding = [state for state in self._running if state.is_decoding and state not in paused]
         catching_up = [state for state in self._running if not state.is_decoding]
         for state in decoding:  # a victim is always less urgent than the request that needs its blocks, and comes after it
             if state.status is RequestStatus.RUNNING:
@@ -152,7 +156,7 @@ class Scheduler:
             budget -= self._schedule_chunk(state, budget - num_after, chunks, published)
         streaming = [chunk for chunk in chunks if chunk.state.num_output_tokens]  # before its first token a stream has no gap
         catching_up = [state for state in catching_up if state.status is RequestStatus.RUNNING and not state.is_loading]
-        prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, streaming, catching_up)
+        prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, streaming, catching_up, paused)
         for state in catching_up:
             if num_left := prompts.left_for(state):
                 prompts.take(state, self._schedule_chunk(state, num_left, chunks, published))
@@ -165,7 +169,8 @@ class Scheduler:
                 prompts.take(head, self._schedule_chunk(head, num_left, chunks, published))
         if drafts:
             self._add_drafts(chunks, drafts)
-        return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions)
+        self._pauses.note_step(sum(chunk.num_tokens for chunk in chunks))
+        return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions, num_paused=len(paused))
 
     def update(self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None) -> list[RequestProgress]:
         """Takes the result of a step: `token_ids[i]` are the new tokens, at least one, of the i-th chunk that samples. Drafts equal to

@@ -17,6 +17,9 @@ class SchedulerConfig:
     """Token budget of a step in which requests decode, see `PromptBudget`; None takes `max_num_batched_tokens`."""
     max_num_scored_tokens: int = 512
     """Most positions of a step whose logits are kept for `prompt_logprobs`; each is a row of the vocabulary's size."""
+    max_urgent_share: float = 0.8
+    """See `EngineConfig`; 0: decodes never step aside for more urgent prompts."""
+    max_urgent_pause_s: float = 1.0
     eos_token_ids: frozenset[int] = frozenset()
     enable_prefix_caching: bool = True
     weights_version: str = ""

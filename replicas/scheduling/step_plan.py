@@ -51,6 +51,8 @@ class StepPlan:
     chunks: tuple[ScheduledChunk, ...] = ()
     published: tuple[int, ...] = ()
     num_preemptions: int = 0
+    num_paused: int = 0
+    """Decodes that stepped aside for more urgent prompts."""
     hidden: HiddenStates | None = None
     """None: no hidden states are kept."""
 

@@ -20,6 +20,8 @@ def new_scheduler(
     max_model_len: int = 60,
     caching: bool = True,
     mixed_budget: int | None = None,
+    max_urgent_share: float = 0.8,
+    max_urgent_pause_s: float = 1.0,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -28,6 +30,8 @@ def new_scheduler(
         max_model_len=max_model_len,
         eos_token_ids=frozenset({EOS}),
         enable_prefix_caching=caching,
+        max_urgent_share=max_urgent_share,
+        max_urgent_pause_s=max_urgent_pause_s,
     )
     return Scheduler(config, BlockPool(num_blocks, block_size))
 
@@ -39,8 +43,8 @@ def new_request(name: str, num_prompt: int = 4, *, first: int = 0, priority: int
     )
 
 
-def step(scheduler: Scheduler, token: int = 50) -> tuple[StepPlan, list[RequestProgress]]:
-    plan = scheduler.schedule()
+def step(scheduler: Scheduler, token: int = 50, now_s: float = 0.0) -> tuple[StepPlan, list[RequestProgress]]:
+    plan = scheduler.schedule(now_s)
     progress = scheduler.update(plan, [[token] for chunk in plan.chunks if chunk.samples])
     scheduler.check()
     return plan, progress

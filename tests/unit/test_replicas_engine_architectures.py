@@ -97,6 +97,8 @@ def test_load_of_a_model_whose_attention_has_unknown_terms_is_refused_by_the_sel
         ({"max_num_batched_tokens": 4}, "at least max_num_seqs"),
         ({"max_mixed_step_s": 0}, "max_mixed_step_s must be above 0"),
         ({"max_step_s": float("inf")}, "max_step_s must be above 0 and finite"),
+        ({"max_urgent_pause_s": 0}, "max_urgent_pause_s must be above 0"),
+        ({"max_urgent_share": 1.0}, "max_urgent_share must be at least 0 and below 1, got 1.0"),
         ({"model": "./no-such-folder"}, "does not exist"),
     ],
 )

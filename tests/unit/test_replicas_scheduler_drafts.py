@@ -129,7 +129,7 @@ def test_drafts_are_for_one_step_alone() -> None:
 
 
 def test_drafts_take_no_blocks_from_other_requests() -> None:
-    scheduler = new_scheduler(num_blocks=5, max_model_len=20)
+    scheduler = new_scheduler(num_blocks=5, max_model_len=20, max_urgent_share=0.0)
     begun(scheduler, "b", 7, first=20, priority=1)
     begun(scheduler, num_prompt=4)
     scheduler.propose(A, [51] * 8)

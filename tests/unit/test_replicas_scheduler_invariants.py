@@ -26,6 +26,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     NUM_BLOCKS = 12
     BUDGET = 9
     MIXED_BUDGET = 6
+    MAX_URGENT_SHARE = 0.75
+    MAX_URGENT_PAUSE_S = 5.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,12 +38,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             budget=self.BUDGET,
             max_model_len=40,
             mixed_budget=self.MIXED_BUDGET,
+            max_urgent_share=self.MAX_URGENT_SHARE,
+            max_urgent_pause_s=self.MAX_URGENT_PAUSE_S,
         )
         self.scheduler.config = replace(self.scheduler.config, max_num_scored_tokens=5)
         self.accepted: list[RequestKey] = []
         self.endings = Counter[RequestKey]()
         self.scored = Counter[tuple[RequestKey, int]]()
         self.num_to_score: dict[RequestKey, int] = {}
+        self.now_s = 0.0
+        self.pauses: dict[RequestKey, tuple[int, float]] = {}  # paused decode -> tokens computed since its last step, and their begin
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> the whole history written there
 
     @rule(
@@ -69,11 +75,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.cancel(key) == is_alive
         self.scheduler.check()
 
+    @rule(elapsed_s=st.floats(0.0, 3.0))
+    def wait(self, elapsed_s: float) -> None:
+        self.now_s += elapsed_s
+
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         before = list(self.scheduler.running)
         decoding = {state.request.key for state in before if state.is_decoding}
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.now_s)
+        self._check_pauses(plan, decoding)
         prompts = [state for state in self.scheduler.running if state.request.key not in decoding]
         assert not prompts or any(chunk.state is prompts[0] for chunk in plan.chunks), "the most urgent prompt stands still"
         oldest = min(prompts, key=lambda state: state.arrival_number, default=None)
@@ -93,7 +104,31 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def step_that_fails(self) -> None:
-        self._record(self.scheduler.fail_step(self.scheduler.schedule(), "failed"))
+        self._record(self.scheduler.fail_step(self.scheduler.schedule(self.now_s), "failed"))
+
+    def _check_pauses(self, plan: StepPlan, decoding: set[RequestKey]) -> None:
+        """A decode is left out only for a more urgent prompt, keeps its blocks, and gets its share of the work and of the time."""
+        planned = {chunk.state.request.key for chunk in plan.chunks}
+        prompts = [chunk for chunk in plan.chunks if chunk.is_prefill]
+        decodes = [state for state in self.scheduler.running if state.request.key in decoding]
+        paused = [state for state in decodes if state.request.key not in planned]
+        assert plan.num_paused >= len(paused), "a decode was left out without a pause"
+        pauses, self.pauses = self.pauses, {}
+        if not paused:
+            return
+        most_urgent = min((chunk.state.request.priority for chunk in prompts), default=9)
+        less_urgent = [state for state in decodes if state.request.priority > most_urgent]
+        allowed = self.MAX_URGENT_SHARE / (1 - self.MAX_URGENT_SHARE) * len(less_urgent)
+        for state in paused:
+            assert state in less_urgent, "a decode stepped aside for a prompt that is not more urgent"
+            assert len(state.block_ids) * self.BLOCK_SIZE >= state.num_computed_tokens == len(state.token_ids) - 1
+            work, began_s = pauses.get(state.request.key, (0, self.now_s))
+            assert work < allowed or state.request.key not in pauses, "a decode does not get its share of the work"
+            assert self.now_s - began_s < self.MAX_URGENT_PAUSE_S, "a decode pauses too long"
+            self.pauses[state.request.key] = work + plan.num_tokens, began_s
+        priority = min(state.request.priority for state in paused)
+        behind = [chunk.num_tokens for chunk in prompts if chunk.state.request.priority >= priority]
+        assert sum(behind) <= self.BLOCK_SIZE, "prompts pass decodes that are as urgent"
 
     def _check_budget(self, plan: StepPlan, decoding: set[RequestKey]) -> None:
         assert sum(chunk.num_tokens for chunk in plan.chunks) <= self.BUDGET
@@ -143,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(3000):
             if not self.scheduler.has_work:
                 break
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(self.now_s)
             self._write(plan)
             self._record(self.scheduler.update(plan, [[5] for chunk in plan.chunks if chunk.samples]))
         assert set(self.endings) == set(self.accepted), "a request starved"
