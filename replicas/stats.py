@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcache.events import KVEvent
 from replicas.engine_config import Role
@@ -14,6 +15,16 @@ SMOOTHING = 0.2
 def smoothed(mean: float | None, value: float) -> float:
     """The exponentially weighted mean with `value` added; the first value is its own mean."""
     return value if mean is None else mean + SMOOTHING * (value - mean)
+
+
+class TierLoad(NamedTuple):
+    """The requests of one priority in one engine."""
+
+    priority: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_uncomputed_tokens: int = 0
+    num_context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +57,9 @@ class ReplicaStats:
     """Prompt tokens of waiting and running requests that no step has computed yet."""
     num_context_tokens: int = 0
     """Tokens whose KV running requests hold."""
+    tiers: tuple[TierLoad, ...] = ()
+    """These four by priority, the most urgent first. At most `replicas.scheduling.tier_loads.MAX_TIERS`: the last one may hold less
+    urgent ones too."""
     num_blocks: int = 0
     num_free_blocks: int = 0
     """Not held by any request; may still hold cached prefixes."""
@@ -53,6 +67,9 @@ class ReplicaStats:
     """Findable by prefix, held or free."""
     prefill_tokens_per_s: float | None = None
     """Measured rate of prompt computation, lower while decodes share the steps (EWMA over steps); None before the first prefill."""
+    urgent_tokens_per_s: float | None = None
+    """Measured rate of a prompt for which less urgent decodes step aside, their share of the work subtracted (EWMA over steps); None
+    before the first prefill, and if they never step aside."""
     decode_step_s: float | None = None
     """Measured seconds of a decode-only step (EWMA over steps); None before the first."""
     transfer_tokens_per_s: float | None = None

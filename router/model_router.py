@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from math import inf
 
 from replicas.stats import ReplicaReport, ReportReply
 from router.config import RouterConfig
@@ -61,6 +62,7 @@ class ModelRouter:
         self._answers: list[Rejection] = []
         self._expire_at_s = 0.0
         self._closed_until_s: float | None = None  # no replica takes work before this time, unless something changes
+        self._closed_for = inf  # the most urgent priority for which that holds
         self._last_open: ReplicaState | None = None  # where `_has_open` looks first
         self._num_decisions = 0
 
@@ -97,6 +99,8 @@ class ModelRouter:
             if not is_admitted:
                 return
         self._queue.submit(request, now_s, request.num_prompt_tokens / self._typical_prefill_tokens_per_s)
+        if self._priority_of(request) < self._closed_for:
+            self._closed_until_s = None
 
     def step(self, now_s: float) -> list[Decision | Rejection]:
         answers: list[Decision | Rejection] = list(self._answers)
@@ -237,7 +241,7 @@ class ModelRouter:
                 decision = self._policy.choose(request, snapshot, seed)
                 places = self._places(decision)
                 num_uncached = max(1, request.num_prompt_tokens - decision.num_cached_tokens)
-                if self._are_open(places, now_s):
+                if self._are_open(places, now_s, request):
                     if self._sink is not None:
                         self._sink(request, snapshot, seed, decision)
                     num_outputs = self._expected_outputs(request)
@@ -253,9 +257,9 @@ class ModelRouter:
             if places:
                 places[0].held_tokens += waiting.wanted_tokens
                 wanted.append(places[0])
-            if not self._has_open(now_s):
+            if not self._has_open(now_s, most_urgent := self._most_urgent()):
                 self._closed_until_s = None
-                self._closed_until_s = self.next_wakeup_s(now_s)
+                self._closed_until_s, self._closed_for = self.next_wakeup_s(now_s), most_urgent
                 break
         self._queue.restore(held)
         for replica in wanted:
@@ -273,27 +277,35 @@ class ModelRouter:
         if not waiting.wanted or now_s - waiting.wanted_s > _REDECIDE_S:
             return ()
         places = tuple([replica for replica_id in waiting.wanted if (replica := self._pools.get(replica_id)) is not None])
-        if len(places) < len(waiting.wanted) or self._are_open(places, now_s):
+        if len(places) < len(waiting.wanted) or self._are_open(places, now_s, waiting.request):
             return ()
         return places if all(self._pools.is_usable(replica) for replica in places) else ()
 
-    def _is_open(self, replica: ReplicaState, now_s: float) -> bool:
+    def _is_open(self, replica: ReplicaState, now_s: float, priority: float) -> bool:
+        """Whether the replica takes requests of `priority`: those that wait there and are less urgent do not count."""
         limit = self._config.dispatch_ahead
-        return limit is None or replica.num_waiting(now_s) < limit
+        return limit is None or replica.num_waiting(now_s, priority) < limit
 
-    def _are_open(self, places: tuple[ReplicaState, ...], now_s: float) -> bool:
-        return self._is_open(places[0], now_s) and (len(places) == 1 or self._is_open(places[1], now_s))
+    def _are_open(self, places: tuple[ReplicaState, ...], now_s: float, request: RoutingRequest) -> bool:
+        return all(self._is_open(replica, now_s, self._priority_of(request)) for replica in places)
 
-    def _has_open(self, now_s: float) -> bool:
-        if self._last_open is None or not self._is_open(self._last_open, now_s):
-            self._last_open = next((replica for replica in self._pools if self._is_open(replica, now_s)), None)
+    def _has_open(self, now_s: float, priority: float) -> bool:
+        if self._last_open is None or not self._is_open(self._last_open, now_s, priority):
+            self._last_open = next((replica for replica in self._pools if self._is_open(replica, now_s, priority)), None)
         return self._last_open is not None
+
+    def _priority_of(self, request: RoutingRequest) -> float:
+        """Without an order by priority nobody passes, so a request counts as the least urgent."""
+        return request.priority if "priority" in self._config.orders else inf
+
+    def _most_urgent(self) -> float:
+        return min(self._queue.num_waiting_by_tier()) if "priority" in self._config.orders else inf
 
     def _note_change(self, replica: ReplicaState, now_s: float) -> None:
         """What is known of one replica has changed: while all were full, only this one can have opened, or may open sooner."""
         if self._closed_until_s is None:
             return
-        if self._is_open(replica, now_s):
+        if self._is_open(replica, now_s, self._closed_for):
             self._closed_until_s = None
         elif (start_s := replica.next_start_s(now_s)) is not None:
             self._closed_until_s = min(self._closed_until_s, start_s)

@@ -60,6 +60,20 @@ class ReplicaLoad(NamedTuple):
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
     transfer_tokens_per_s: float | None = None
+    urgent_tokens_per_s: float | None = None
+
+
+class LoadBehind(NamedTuple):
+    """The part of a replica's load that is less urgent than a request: its prompts are computed later, its decodes step aside, and its
+    slots and blocks are taken if there are no others."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_uncomputed_tokens: int = 0
+    num_context_tokens: int = 0
+    num_booked_requests: int = 0
+    num_booked_prefill_tokens: int = 0
+    num_booked_context_tokens: int = 0
 
 
 class ReplicaSnapshot(NamedTuple):
@@ -88,6 +102,34 @@ class ReplicaSnapshot(NamedTuple):
     report_age_s: float = 0.0
     role: Role = "unified"
     """The replica's pool."""
+    behind: LoadBehind | None = None
+    """Of all the load above, the part that is less urgent than the request; None: nothing."""
+
+    @property
+    def without_behind(self) -> ReplicaSnapshot:
+        """The replica as the request meets it: less urgent load is not there, and prompts are computed faster by as much as the decodes
+        that step aside are of all."""
+        behind = self.behind
+        if behind is None:
+            return self
+        stats = self.stats
+        rate = stats.prefill_tokens_per_s
+        if rate and stats.urgent_tokens_per_s and stats.urgent_tokens_per_s > rate and stats.num_running:
+            rate += (stats.urgent_tokens_per_s - rate) * min(1.0, behind.num_running / stats.num_running)
+        return self._replace(
+            stats=stats._replace(
+                num_running=max(0, stats.num_running - behind.num_running),
+                num_waiting=max(0, stats.num_waiting - behind.num_waiting),
+                num_uncomputed_tokens=max(0, stats.num_uncomputed_tokens - behind.num_uncomputed_tokens),
+                num_context_tokens=max(0, stats.num_context_tokens - behind.num_context_tokens),
+                num_free_blocks=min(stats.num_blocks, stats.num_free_blocks + behind.num_context_tokens // self.block_size),
+                prefill_tokens_per_s=rate,
+            ),
+            num_booked_requests=max(0, self.num_booked_requests - behind.num_booked_requests),
+            num_booked_prefill_tokens=max(0, self.num_booked_prefill_tokens - behind.num_booked_prefill_tokens),
+            num_booked_context_tokens=max(0, self.num_booked_context_tokens - behind.num_booked_context_tokens),
+            behind=None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

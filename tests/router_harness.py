@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcache.events import BlockStored
 from kvcache.hashing import CacheIdentity, block_keys
 from replicas.engine_config import Role
-from replicas.stats import ReplicaReport, ReplicaStats
+from replicas.stats import ReplicaReport, ReplicaStats, TierLoad
 from router.config import PolicyName, RouterConfig
 from router.policies.policy_choice import make_policy
 from router.router import Router
@@ -30,10 +30,11 @@ def report(
     is_draining: bool = False,
     model: str = "m",
     role: Role = "unified",
+    tiers: tuple[TierLoad, ...] = (),
     **stats: float,
 ) -> ReplicaReport:
     root = CacheIdentity().root_key()
-    fields = {"num_blocks": 10_000, "num_free_blocks": 10_000, "prefill_tokens_per_s": RATE, "decode_step_s": 0.01} | stats
+    fields = {"num_blocks": 10_000, "num_free_blocks": 10_000, "prefill_tokens_per_s": RATE, "decode_step_s": 0.01, "tiers": tiers} | stats
     return ReplicaReport(
         replica_id=replica_id,
         model=model,

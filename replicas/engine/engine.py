@@ -26,6 +26,7 @@ from replicas.request import (
 from replicas.sampling.sampler import Sampler
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.step_plan import StepPlan
+from replicas.scheduling.tier_loads import tier_loads
 from replicas.stats import ReplicaStats
 from replicas.step_engine import KVChanges
 
@@ -60,7 +61,7 @@ class Engine:
         self._leader = leader
         self._chunk_sampler = ChunkSampler(sampler)
         self._clock = clock
-        self._statistics = StepStatistics()
+        self._statistics = StepStatistics(scheduler.config.max_urgent_share)
         self._num_failed_steps = 0  # in a row
 
     @property
@@ -161,15 +162,16 @@ class Engine:
         scheduler = self.scheduler
         pool = scheduler.pool.statistics()
         running, waiting = scheduler.running, scheduler.waiting
+        tiers = tier_loads(running, waiting)
         return replace(
             self._statistics.snapshot(),
             transfer_tokens_per_s=self.handoffs.tokens_per_s,
             handoffs=self.handoffs.stats(),
             num_running=len(running),
             num_waiting=len(waiting),
-            num_uncomputed_tokens=sum(s.num_uncomputed_tokens for s in running if not (s.is_decoding or s.is_loading))
-            + sum(s.num_uncomputed_tokens for s in waiting if not s.awaits_load),
-            num_context_tokens=sum(s.num_computed_tokens for s in running),
+            num_uncomputed_tokens=sum(tier.num_uncomputed_tokens for tier in tiers),
+            num_context_tokens=sum(tier.num_context_tokens for tier in tiers),
+            tiers=tiers,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,

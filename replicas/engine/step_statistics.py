@@ -9,8 +9,10 @@ from replicas.stats import ReplicaStats, smoothed
 class StepStatistics:
     """Owns an engine's counters, which only grow, and its rates, which are exponentially weighted means over steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_urgent_share: float = 0.0) -> None:
+        self._max_urgent_share = max_urgent_share
         self._prefill_tokens_per_s: float | None = None
+        self._undisturbed_tokens_per_s: float | None = None
         self._decode_step_s: float | None = None
         self._num_steps = 0
         self._num_graphed_steps = 0
@@ -37,6 +39,10 @@ class StepStatistics:
         self._num_prompt_tokens += output.num_prefill_tokens
         if output.step_s <= 0:
             return
+        if output.num_prefill_tokens >= 4 * max(1, output.num_decode_tokens):
+            self._undisturbed_tokens_per_s = smoothed(self._undisturbed_tokens_per_s, num_tokens / output.step_s)
+        if output.num_paused:
+            return  # neither a decode-only step nor what a request sees for which nobody steps aside
         if output.num_prefill_tokens == 0:
             self._decode_step_s = smoothed(self._decode_step_s, output.step_s)
         elif output.cuts_a_prompt and output.num_decode_tokens:
@@ -49,8 +55,10 @@ class StepStatistics:
     def snapshot(self) -> ReplicaStats:
         """Counters and rates; load and blocks are left at their defaults."""
         ended = self._num_ended
+        undisturbed, share = self._undisturbed_tokens_per_s, self._max_urgent_share
         return ReplicaStats(
             prefill_tokens_per_s=self._prefill_tokens_per_s,
+            urgent_tokens_per_s=undisturbed * share if undisturbed is not None and share else None,
             decode_step_s=self._decode_step_s,
             num_steps=self._num_steps,
             num_graphed_steps=self._num_graphed_steps,

@@ -124,7 +124,12 @@ class ReplicaPools:
         def show(preview: CandidatePreview, states: Sequence[ReplicaState]) -> tuple[ReplicaSnapshot, ...]:
             if num is not None and len(states) > num:
                 states = preview.best(num, now_s, cached, pending, excluded)
-            return tuple([state.snapshot(now_s, cached.get(state.replica_id, 0), pending.get(state.replica_id, 0)) for state in states])
+            return tuple(
+                [
+                    state.snapshot(now_s, cached.get(state.replica_id, 0), pending.get(state.replica_id, 0), request.priority)
+                    for state in states
+                ]
+            )
 
         return ClusterSnapshot(
             now_s=now_s,

@@ -19,6 +19,8 @@ class Rates:
     decode_step_s: float
     transfer_tokens_per_s: float = 50_000.0
     """Rate of KV received from another replica."""
+    urgent_tokens_per_s: float | None = None
+    """Rate of prompts for which less urgent decodes step aside; None if no replica has measured it."""
 
 
 class _Smoothed:
@@ -79,6 +81,7 @@ class RateModel:
         self._prefill = _Smoothed(prefill_weight)  # tokens/s
         self._decode = _Smoothed(decode_weight)  # seconds
         self._transfer = _Smoothed(decode_weight)  # tokens/s
+        self._urgent = _Smoothed(prefill_weight)  # tokens/s
 
     @property
     def has_prefill_rate(self) -> bool:
@@ -92,6 +95,7 @@ class RateModel:
             prefill_tokens_per_s=self._prefill.median(prior.prefill_tokens_per_s),
             decode_step_s=self._decode.median(prior.decode_step_s),
             transfer_tokens_per_s=self._transfer.median(prior.transfer_tokens_per_s),
+            urgent_tokens_per_s=self._urgent.median(0.0) or prior.urgent_tokens_per_s,
         )
 
     def typical_prefill_tokens_per_s(self, otherwise: float) -> float:
@@ -103,12 +107,13 @@ class RateModel:
             (self._prefill, stats.prefill_tokens_per_s),
             (self._decode, stats.decode_step_s),
             (self._transfer, stats.transfer_tokens_per_s),
+            (self._urgent, stats.urgent_tokens_per_s),
         ):
             if measured is not None and 0 < measured < inf:
                 rates.observe(replica_id, measured)
 
     def forget(self, replica_id: str) -> None:
-        for rates in (self._prefill, self._decode, self._transfer):
+        for rates in (self._prefill, self._decode, self._transfer, self._urgent):
             rates.forget(replica_id)
 
     def rates(self, replica_id: str, otherwise: Rates | None = None) -> Rates:
@@ -119,6 +124,7 @@ class RateModel:
             prefill_tokens_per_s=typical.prefill_tokens_per_s if prefill is None else prefill,
             decode_step_s=typical.decode_step_s if decode is None else decode,
             transfer_tokens_per_s=typical.transfer_tokens_per_s if transfer is None else transfer,
+            urgent_tokens_per_s=self._urgent.get(replica_id) or typical.urgent_tokens_per_s,
         )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from math import exp
+from collections.abc import Sequence
+from math import exp, inf
 
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.fleet.bookings import Booking
 from router.fleet.rates import Rates
-from router.snapshot import RECENT_WORK_S, ReplicaLoad, ReplicaSnapshot
+from router.snapshot import RECENT_WORK_S, LoadBehind, ReplicaLoad, ReplicaSnapshot
 
 _SNAPSHOT_AGE_S = 0.1
 _LEAST_KNOWN_S = 30.0
+_NOTHING = LoadBehind()
 _PREVIEW_BALANCE = 0.03
 _PREVIEW_CROWDING_STEPS = 64.0
 """Cost of a full decode replica in the first estimate, in decode steps: a quarter of an answer of 256 tokens."""
@@ -42,6 +44,7 @@ class ReplicaState:
         self._num_unseen = 0  # choices in `_unseen`, without released ones
         self._unseen_prefill_tokens = 0
         self._unseen_context_tokens = 0
+        self._unseen_by_priority: dict[int, list[int]] = {}  # the three counts above, without zeros
         self._num_accepted = _num_accepted(report.stats)
         self._num_released = 0  # choices that the last report counted and that ended since
         self._released_context_tokens = 0
@@ -85,7 +88,7 @@ class ReplicaState:
         start_s = now_s + report.stats.num_uncomputed_tokens / rates.prefill_tokens_per_s
         for booking in self._unseen:
             if booking.num_uncached_tokens:
-                booking.start_s = start_s
+                booking.start_s = self._start_s(booking, start_s, now_s)
                 if not booking.is_released:
                     start_s += booking.num_uncached_tokens / rates.prefill_tokens_per_s
         self.busy_until_s = start_s
@@ -96,8 +99,8 @@ class ReplicaState:
         work_s = booking.num_uncached_tokens / self.rates.prefill_tokens_per_s
         booking.num_unseen = booking.request.num_choices
         if booking.num_uncached_tokens:
-            booking.start_s = max(now_s, self.busy_until_s)
-            self.busy_until_s = booking.start_s + work_s
+            booking.start_s = self._start_s(booking, self.busy_until_s, now_s)
+            self.busy_until_s = max(now_s, self.busy_until_s) + work_s
         else:
             booking.start_s = now_s  # without a prefill here it does not wait for others
         self._line_up(booking)
@@ -131,21 +134,24 @@ class ReplicaState:
         self._snapshot = None
         return lost
 
-    def num_waiting(self, now_s: float) -> int:
-        """Requests predicted to wait inside the replica for their first prefill token."""
-        stats = self.stats
-        num_slots = self.max_num_seqs - stats.num_running + self._num_released
-        num_free_tokens = stats.num_free_blocks * self.block_size + self._released_context_tokens
-        if stats.num_waiting + self._num_unseen > num_slots or (stats.num_blocks and self._unseen_context_tokens > num_free_tokens):
+    def num_waiting(self, now_s: float, priority: float = inf) -> int:
+        """Requests of `priority` or more urgent that are predicted to wait inside the replica for their first prefill token."""
+        stats, behind = self.stats, self._behind(priority) or _NOTHING
+        num_slots = self.max_num_seqs - stats.num_running + self._num_released + behind.num_running
+        num_free_tokens = stats.num_free_blocks * self.block_size + self._released_context_tokens + behind.num_context_tokens
+        num_present = stats.num_waiting + self._num_unseen - behind.num_waiting - behind.num_booked_requests
+        num_unstarted = self._num_unstarted(now_s, priority, behind)
+        if num_present > num_slots or (
+            stats.num_blocks and self._unseen_context_tokens - behind.num_booked_context_tokens > num_free_tokens
+        ):
             # slots or blocks are the bottleneck, so the prefill rate does not predict when requests start
-            slots = max(0, num_slots)
-            return max(stats.num_waiting + self._num_unseen - slots, self._num_unstarted(now_s))
-        return self._num_unstarted(now_s)
+            return max(num_present - max(0, num_slots), num_unstarted)
+        return num_unstarted
 
     def next_start_s(self, now_s: float) -> float | None:
         """Predicted start of the next waiting request; None without a prediction."""
         starts = [booking.start_s for booking in self._unseen if booking.start_s > now_s and not booking.is_released]
-        drain_s = self._reported_drain_s()
+        drain_s = self._drain_s(self.stats.num_uncomputed_tokens)
         if self.stats.num_waiting and drain_s > now_s - self.reported_s:
             step_s = drain_s / self.stats.num_waiting
             starts.append(now_s + max(0.001, step_s - (now_s - self.reported_s) % step_s))
@@ -167,10 +173,11 @@ class ReplicaState:
     def _decayed_work_s(self, now_s: float) -> float:
         return self._recent_work_s * exp((self._recent_at_s - now_s) / RECENT_WORK_S)
 
-    def snapshot(self, now_s: float, num_cached_blocks: int, num_pending_blocks: int) -> ReplicaSnapshot:
-        """The policy's view. A snapshot without a prefix match is reused for up to 0.1 s while nothing changes, because decisions ask
-        for thousands."""
-        is_plain = not (num_cached_blocks or num_pending_blocks or self.held_tokens)
+    def snapshot(self, now_s: float, num_cached_blocks: int, num_pending_blocks: int, priority: float = inf) -> ReplicaSnapshot:
+        """The policy's view for a request of `priority`. A snapshot without a prefix match and without less urgent load is reused for up
+        to 0.1 s while nothing changes, because decisions ask for thousands."""
+        behind = self._behind(priority)
+        is_plain = not (num_cached_blocks or num_pending_blocks or self.held_tokens or behind)
         kept = self._snapshot
         if is_plain and kept is not None and 0 <= now_s - self._snapshot_at_s < _SNAPSHOT_AGE_S:
             return kept
@@ -189,6 +196,7 @@ class ReplicaState:
             work_scale,
             now_s - self.reported_s,
             self.role,
+            behind,
         )
         if is_plain:
             self._snapshot, self._snapshot_at_s = made, now_s
@@ -251,19 +259,45 @@ class ReplicaState:
         self._num_unseen += sign * num
         share = booking.num_context_tokens * booking.num_unseen // total - booking.num_context_tokens * left // total
         self._unseen_context_tokens += sign * share
-        if left == 0:
-            self._unseen_prefill_tokens += sign * booking.num_uncached_tokens
+        num_prefill = booking.num_uncached_tokens if left == 0 else 0
+        self._unseen_prefill_tokens += sign * num_prefill
+        counts = self._unseen_by_priority.setdefault(booking.request.priority, [0, 0, 0])
+        for index, value in enumerate((num, num_prefill, share)):
+            counts[index] += sign * value
+        if not any(counts):
+            del self._unseen_by_priority[booking.request.priority]
 
-    def _num_unstarted(self, now_s: float) -> int:
-        num = sum(booking.num_unseen for booking in self._unseen if booking.start_s > now_s and not booking.is_released)
-        if self.stats.num_waiting:
-            drain_s = self._reported_drain_s()
+    def _num_unstarted(self, now_s: float, priority: float, behind: LoadBehind) -> int:
+        num = sum(
+            booking.num_unseen
+            for booking in self._unseen
+            if booking.start_s > now_s and not booking.is_released and booking.request.priority <= priority
+        )
+        num_waiting = self.stats.num_waiting - behind.num_waiting
+        if num_waiting:
+            drain_s = self._drain_s(self.stats.num_uncomputed_tokens - behind.num_uncomputed_tokens)
             left = 1.0 - (now_s - self.reported_s) / drain_s if drain_s > 0 else 1.0
-            num += int(max(0.0, left) * self.stats.num_waiting + 0.999)
+            num += int(max(0.0, left) * num_waiting + 0.999)
         return num
 
-    def _reported_drain_s(self) -> float:
-        return self.stats.num_uncomputed_tokens / self.rates.prefill_tokens_per_s
+    def _drain_s(self, num_tokens: int) -> float:
+        return num_tokens / self.rates.prefill_tokens_per_s
+
+    def _start_s(self, booking: Booking, queue_ends_s: float, now_s: float) -> float:
+        """Predicted start of a booking's prefill behind a queue whose less urgent part waits for it."""
+        behind = self._behind(booking.request.priority)
+        if behind is not None:
+            queue_ends_s -= self._drain_s(behind.num_uncomputed_tokens + behind.num_booked_prefill_tokens)
+        return max(now_s, queue_ends_s)
+
+    def _behind(self, priority: float) -> LoadBehind | None:
+        """The part of the load that is less urgent than `priority`; None if there is none, as always without priorities."""
+        tiers, unseen = self.stats.tiers, self._unseen_by_priority
+        if not (tiers and tiers[-1].priority > priority) and not any(other > priority for other in unseen):
+            return None
+        reported = [tier[1:] for tier in tiers if tier.priority > priority]
+        booked = [counts for other, counts in unseen.items() if other > priority]
+        return LoadBehind(*_sums(reported, 4), *_sums(booked, 3))
 
     def _current_stats(self) -> ReplicaLoad:
         """The last report's load without requests that ended since, and with smoothed rates instead of measured ones."""
@@ -282,8 +316,13 @@ class ReplicaState:
             rates.prefill_tokens_per_s,
             rates.decode_step_s,
             rates.transfer_tokens_per_s,
+            rates.urgent_tokens_per_s,
         )
         return self._stats_now
+
+
+def _sums(rows: Sequence[Sequence[int]], num_columns: int) -> list[int]:
+    return [sum(row[column] for row in rows) for column in range(num_columns)]
 
 
 def _num_accepted(stats: ReplicaStats) -> int:

@@ -103,7 +103,9 @@ class PlanCosts:
             terms["crowding"] = self._crowding_s(request, replica, num_outputs)
         if replica.role == "decode":
             computed_s = terms["prefill"] + terms["pending"]
-            terms["slowdown"] = costs.weights.interference * replica.stats.num_running * (hypot(step_s, computed_s) - step_s)
+            num_aside = replica.behind.num_running if replica.behind is not None else 0
+            num_beside = replica.stats.num_running - num_aside
+            terms["slowdown"] = costs.weights.interference * (num_beside * (hypot(step_s, computed_s) - step_s) + num_aside * computed_s)
         return Plan(
             computes=replica,
             runs=replica,

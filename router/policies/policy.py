@@ -171,11 +171,12 @@ def _decision(request: RoutingRequest, chosen: ReplicaSnapshot, snapshot: Cluste
     shown = snapshot.replicas[:_NUM_SHOWN]
     if chosen not in shown:
         shown = (*shown, chosen)
-    stats = chosen.stats
+    met = chosen.without_behind
+    stats = met.stats
     num_cached_tokens = cached_tokens(request, chosen)
     predicted_ttft_s = None
     if stats.prefill_tokens_per_s:
-        waiting = stats.num_uncomputed_tokens + chosen.num_booked_prefill_tokens
+        waiting = stats.num_uncomputed_tokens + met.num_booked_prefill_tokens
         predicted_ttft_s = (waiting + request.num_prompt_tokens - num_cached_tokens) / stats.prefill_tokens_per_s
     return Decision(
         request_id=request.request_id,

@@ -9,7 +9,16 @@ from typing import Any, TextIO
 
 from replicas.request import TraceContext
 from router.policies.policy import Policy
-from router.snapshot import CandidateLoad, CandidateScore, ClusterSnapshot, Decision, ReplicaLoad, ReplicaSnapshot, RoutingRequest
+from router.snapshot import (
+    CandidateLoad,
+    CandidateScore,
+    ClusterSnapshot,
+    Decision,
+    LoadBehind,
+    ReplicaLoad,
+    ReplicaSnapshot,
+    RoutingRequest,
+)
 
 DecisionSink = Callable[[RoutingRequest, ClusterSnapshot, int, Decision], None]
 
@@ -83,12 +92,18 @@ def _candidate_fields(candidate: CandidateScore | CandidateLoad) -> dict[str, An
 
 
 def _replicas(fields: Iterable[dict[str, Any]]) -> tuple[ReplicaSnapshot, ...]:
-    return tuple(ReplicaSnapshot(**replica | {"stats": _load(replica["stats"])}) for replica in fields)
+    return tuple(
+        ReplicaSnapshot(**replica | {"stats": _load(replica["stats"]), "behind": _behind(replica.get("behind"))}) for replica in fields
+    )
 
 
 def _load(stats: dict[str, Any]) -> ReplicaLoad:
-    """Records of older versions hold all of a replica's statistics."""
-    return ReplicaLoad(**{name: stats[name] for name in ReplicaLoad._fields})
+    """Records of older versions hold all of a replica's statistics, or lack the newest."""
+    return ReplicaLoad(**{name: stats[name] for name in ReplicaLoad._fields if name in stats})
+
+
+def _behind(counts: list[int] | None) -> LoadBehind | None:
+    return None if counts is None else LoadBehind(*counts)
 
 
 def _candidate(fields: dict[str, Any]) -> CandidateScore | CandidateLoad:

@@ -104,8 +104,10 @@ class ReplicaCosts:
         # tuples unpacked at once, because reading a field by name takes ten times as long.
         weights = self.weights
         least_work_s, num_behind, token_s = prices
-        replica_id, stats, _, size, num_cached_blocks, num_pending_blocks, _, _, _, recent_work_s, recent_work_scale, _, _ = replica
-        num_running, _, _, _, num_blocks, num_free_blocks, num_findable_blocks, rate_or_none, step_or_none, _ = stats
+        replica_id, stats, _, size, num_cached_blocks, num_pending_blocks, _, _, _, recent_work_s, recent_work_scale, _, _, behind = replica
+        num_running, _, _, _, num_blocks, num_free_blocks, num_findable_blocks, rate_or_none, step_or_none, _, _ = stats
+        if behind is not None:  # but all that decode there, also those that step aside, are slowed down by the prompt
+            rate_or_none = replica.without_behind.stats.prefill_tokens_per_s
         rate, step_s = rate_or_none or 1.0, step_or_none or 0.0
         num_cached = num_cached_blocks * size
         num_uncached = request.num_prompt_tokens - num_cached
@@ -147,8 +149,10 @@ class ReplicaCosts:
 
         Little's law gives the latter: everything held now leaves within the duration of one answer.
         """
-        _, stats, max_num_seqs, size, _, _, num_booked, num_booked_prefill, num_booked_context, _, _, report_age_s, _ = replica
-        num_running, num_waiting, num_uncomputed, _, num_blocks, num_free_blocks, _, rate_or_none, step_or_none, _ = stats
+        if replica.behind is not None:
+            replica = replica.without_behind
+        _, stats, max_num_seqs, size, _, _, num_booked, num_booked_prefill, num_booked_context, _, _, report_age_s, _, _ = replica
+        num_running, num_waiting, num_uncomputed, _, num_blocks, num_free_blocks, _, rate_or_none, step_or_none, _, _ = stats
         rate = rate_or_none or 1.0
         wait_s = num_uncomputed / rate - report_age_s
         wait_s = num_booked_prefill / rate + (wait_s if wait_s > 0 else 0.0)

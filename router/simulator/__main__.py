@@ -58,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2_048)
     parser.add_argument("--max-num-mixed-tokens", type=int, help="token budget of a step in which requests decode; default: as of others")
+    parser.add_argument(
+        "--max-urgent-share",
+        type=float,
+        default=SimulationConfig().max_urgent_share,
+        help="largest share of the work for which decodes step aside for more urgent prompts; 0: never",
+    )
     parser.add_argument("--max-wait", type=float, help="reject requests with a longer predicted wait, in seconds")
     parser.add_argument("--no-deadlines", action="store_true", help="requests do not carry their TTFT limit as a deadline")
     parser.add_argument("--seed", type=int, default=0)
@@ -91,6 +97,7 @@ def _simulate(options: argparse.Namespace) -> None:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_mixed_tokens=options.max_num_mixed_tokens,
+        max_urgent_share=options.max_urgent_share,
         speedup=options.speedup,
         has_deadlines=not options.no_deadlines,
         seed=options.seed,

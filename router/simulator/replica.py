@@ -13,6 +13,7 @@ from replicas.request import GenerationRequest, RequestKey, RequestProgress, Ste
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.scheduler_config import SchedulerConfig
 from replicas.scheduling.step_plan import StepPlan
+from replicas.scheduling.tier_loads import tier_loads
 from replicas.stats import ReplicaReport, ReplicaStats
 from router.simulator.hardware import StepTimer
 
@@ -56,7 +57,7 @@ class SimulatedReplica:
         self._plan_s = 0.0
         self._reported_event = 0
         self._needs_full_state = False
-        self._statistics = StepStatistics()
+        self._statistics = StepStatistics(scheduler_config.max_urgent_share)
         self._transfer_rate = TransferRate()
         self._lent: dict[RequestKey, list[int]] = {}  # request -> blocks that another replica reads
         self._arrived: list[tuple[RequestKey, int]] = []  # loads that end before the next step, with their number of tokens
@@ -95,14 +96,14 @@ class SimulatedReplica:
         self.has_changed = True
         return self.scheduler.cancel(key)
 
-    def begin_step(self) -> float | None:
-        """Plans a step and returns its seconds; None when there is nothing to run."""
+    def begin_step(self, now_s: float = 0.0) -> float | None:
+        """Plans a step that begins at `now_s`, and returns its seconds; None when there is nothing to run."""
         assert self._plan is None, "a step is under way"
         for key, num_tokens in self._arrived:
             self.scheduler.end_load(key, num_tokens, (OUTPUT_TOKEN,))
         self._arrived.clear()
         while self.scheduler.has_work:
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(now_s)
             if plan.chunks:
                 self._plan = plan
                 self._plan_s = self._step_s(plan)
@@ -128,6 +129,7 @@ class SimulatedReplica:
                 num_prefill_tokens=num_prefill,
                 num_decode_tokens=plan.num_tokens - num_prefill,
                 num_preemptions=plan.num_preemptions,
+                num_paused=plan.num_paused,
                 cuts_a_prompt=plan.cuts_a_prompt,
                 step_s=self._plan_s,
             )
@@ -167,14 +169,15 @@ class SimulatedReplica:
         """Load, counters and rates as `replicas.engine.engine.Engine` reports them."""
         pool = self.pool.statistics()
         running, waiting = self.scheduler.running, self.scheduler.waiting
+        tiers = tier_loads(running, waiting)
         return replace(
             self._statistics.snapshot(),
             transfer_tokens_per_s=self._transfer_rate.tokens_per_s,
             num_running=len(running),
             num_waiting=len(waiting),
-            num_uncomputed_tokens=sum(s.num_uncomputed_tokens for s in running if not (s.is_decoding or s.is_loading))
-            + sum(s.num_uncomputed_tokens for s in waiting if not s.awaits_load),
-            num_context_tokens=sum(s.num_computed_tokens for s in running),
+            num_uncomputed_tokens=sum(tier.num_uncomputed_tokens for tier in tiers),
+            num_context_tokens=sum(tier.num_context_tokens for tier in tiers),
+            tiers=tiers,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,

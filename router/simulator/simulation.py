@@ -45,6 +45,10 @@ class SimulationConfig:
     """Token budget of a step; 2,048 keeps steps of an 8B model on an H100 under the TPOT limit."""
     max_num_mixed_tokens: int | None = None
     """Token budget of a step in which requests decode (engines measure it by default); None: `max_num_batched_tokens`."""
+    max_urgent_share: float = 0.8
+    """Largest share of the work for which decodes step aside for more urgent prompts, as in `EngineConfig`; 0: never."""
+    max_urgent_pause_s: float = 1.0
+    """Longest time for which a decode steps aside."""
     prefill_max_num_batched_tokens: int | None = None
     """Token budget of a step in the prefill pool, where no decode waits for a step; None: `max_num_batched_tokens`."""
     speedup: float = 1.0
@@ -66,6 +70,8 @@ class SimulationConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.num_prefill_replicas < self.num_replicas:
             raise ValueError(f"num_prefill_replicas must leave one of {self.num_replicas} to decode, got {self.num_prefill_replicas}")
+        if not 0 <= self.max_urgent_share < 1:
+            raise ValueError(f"max_urgent_share must be at least 0 and below 1, got {self.max_urgent_share}")
         if self.transfer_bytes_per_s <= 0:
             raise ValueError(f"transfer_bytes_per_s must be above 0, got {self.transfer_bytes_per_s}")
 
@@ -114,6 +120,8 @@ class Simulation:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
             max_num_mixed_tokens=config.max_num_mixed_tokens,
+            max_urgent_share=config.max_urgent_share,
+            max_urgent_pause_s=config.max_urgent_pause_s,
             max_model_len=max_model_len,
         )
         num_prefill_tokens = max(config.prefill_max_num_batched_tokens or config.max_num_batched_tokens, config.max_num_seqs)
@@ -252,7 +260,7 @@ class Simulation:
             self._begin(replica)
 
     def _begin(self, replica: SimulatedReplica) -> None:
-        step_s = replica.begin_step()
+        step_s = replica.begin_step(self._now_s)
         if step_s is not None:
             self._at(self._now_s + step_s, partial(self._finish, replica))
         for key, num_cached in replica.take_loads():

@@ -31,6 +31,24 @@ def test_prefill_rate_falls_to_what_decodes_leave_of_steps_that_cut_prompts() ->
     assert _rate_after(ALONE, *[held_back] * 60, *[ALONE] * 60) == pytest.approx(1600.0, rel=0.01)
 
 
+def test_urgent_rate_is_that_of_prompts_alone_less_the_share_of_those_that_step_aside() -> None:
+    statistics = StepStatistics(max_urgent_share=0.75)
+    assert statistics.snapshot().urgent_tokens_per_s is None
+    statistics.add(StepOutput(num_prefill_tokens=16, num_decode_tokens=32, cuts_a_prompt=True, step_s=0.05))
+    assert statistics.snapshot().urgent_tokens_per_s is None
+    statistics.add(StepOutput(num_prefill_tokens=400, num_paused=32, cuts_a_prompt=True, step_s=0.25))
+    found = statistics.snapshot()
+    assert found.urgent_tokens_per_s == pytest.approx(0.75 * 1600.0)
+    assert found.prefill_tokens_per_s == pytest.approx(320.0), "what a request sees that is not more urgent"
+    assert found.num_pauses == 32
+
+
+def test_urgent_rate_is_unknown_where_nobody_steps_aside() -> None:
+    statistics = StepStatistics()
+    statistics.add(ALONE)
+    assert statistics.snapshot().urgent_tokens_per_s is None
+
+
 def test_short_prompt_beside_many_decodes_says_nothing_of_the_prefill_rate() -> None:
     whole = StepOutput(num_prefill_tokens=16, num_decode_tokens=32, step_s=0.05)
     assert _rate_after(whole) is None

@@ -6,7 +6,7 @@ import pytest
 
 from router.policies.plan_costs import Plan, PlanCosts
 from router.policies.replica_costs import ReplicaCosts, ScoringWeights
-from router.snapshot import ClusterSnapshot, ReplicaLoad, ReplicaSnapshot, RoutingRequest
+from router.snapshot import ClusterSnapshot, LoadBehind, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
 STATS = ReplicaLoad(
     num_blocks=1_000, num_free_blocks=1_000, prefill_tokens_per_s=1_000.0, decode_step_s=0.01, transfer_tokens_per_s=4_000.0
@@ -73,6 +73,12 @@ def test_prefill_side_ignores_who_runs_beside_and_the_decode_side_alone_does_not
     assert terms("d d", decode=busy(DECODE, num_running=4))["slowdown"] == pytest.approx(4 * 4 * 0.31, rel=0.01)
     alone = plans(decode=busy(DECODE, num_running=4), request=replace(REQUEST, num_prompt_tokens=2))["d d"]
     assert dict(alone.score.terms)["slowdown"] == pytest.approx(4 * 4 * 0.0002, rel=0.02)
+
+
+def test_streams_that_step_aside_on_a_decode_replica_lose_the_whole_prefill() -> None:
+    aside = busy(DECODE, num_running=4)._replace(behind=LoadBehind(num_running=3))
+    # 320 ms each; the fourth decodes beside, in a step of about 320 ms instead of 10
+    assert terms("d d", decode=aside)["slowdown"] == pytest.approx(4 * (3 * 0.32 + 0.31), rel=0.01)
 
 
 def test_decode_replica_alone_saves_nothing_by_kv_that_is_on_its_way() -> None:

@@ -27,6 +27,16 @@ def test_rates_first_measurements_are_averaged_and_later_ones_smoothed() -> None
     assert model.rates("r0").prefill_tokens_per_s == pytest.approx(1_523.4375)
 
 
+def test_urgent_rate_is_none_until_measured_and_then_also_that_of_new_replicas() -> None:
+    model = RateModel(PRIOR)
+    model.observe("r0", ReplicaStats(prefill_tokens_per_s=1_000.0))
+    assert model.rates("r0").urgent_tokens_per_s is None
+    model.observe("r0", ReplicaStats(urgent_tokens_per_s=1_600.0))
+    assert model.rates("r0").urgent_tokens_per_s == model.rates("new").urgent_tokens_per_s == 1_600.0
+    model.forget("r0")
+    assert model.rates("new").urgent_tokens_per_s is None
+
+
 def test_rates_repeated_report_of_an_idle_replica_teaches_nothing() -> None:
     model = RateModel(PRIOR)
     for measured in (1_000.0, 3_000.0, 3_000.0, 3_000.0):

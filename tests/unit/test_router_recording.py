@@ -6,7 +6,7 @@ import pytest
 
 from replicas.engine_config import Role
 from replicas.request import TraceContext
-from replicas.stats import ReplicaReport, ReplicaStats
+from replicas.stats import ReplicaReport, ReplicaStats, TierLoad
 from router.config import PolicyName, RouterConfig
 from router.policies.policy import RoundRobin
 from router.policies.policy_choice import make_policy
@@ -23,7 +23,8 @@ def record(policy: PolicyName, roles: tuple[Role, ...] = ("unified",)) -> tuple[
     stream = io.StringIO()
     router = Router(config, make_policy(config), DecisionRecorder(stream))
     for number in range(5):
-        stats = ReplicaStats(num_running=number, num_blocks=100, num_free_blocks=50, prefill_tokens_per_s=1_000.0 / 3)
+        tiers = (TierLoad(0, num_running=1), TierLoad(9, num_running=number - 1, num_context_tokens=160)) if number > 1 else ()
+        stats = ReplicaStats(num_running=number, tiers=tiers, num_blocks=100, num_free_blocks=50, prefill_tokens_per_s=1_000.0 / 3)
         router.apply_report(
             ReplicaReport(
                 replica_id=f"r{number}",

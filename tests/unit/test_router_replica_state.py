@@ -1,20 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp
 
 import pytest
 
-from replicas.stats import ReplicaReport, ReplicaStats
+from replicas.stats import ReplicaReport, ReplicaStats, TierLoad
 from router.fleet.bookings import Booking
 from router.fleet.preview import CandidatePreview
 from router.fleet.rates import Rates
 from router.fleet.replica_state import ReplicaState
-from router.snapshot import RECENT_WORK_S, RoutingRequest
+from router.snapshot import RECENT_WORK_S, LoadBehind, RoutingRequest
 
 RATES = Rates(prefill_tokens_per_s=1_000.0, decode_step_s=0.01)
 
 
-def report(replica_id: str = "r0", **stats: float) -> ReplicaReport:
+def report(replica_id: str = "r0", **stats: object) -> ReplicaReport:
     fields = {"num_blocks": 1_000, "num_free_blocks": 1_000} | stats
     return ReplicaReport(
         replica_id=replica_id,
@@ -27,7 +28,7 @@ def report(replica_id: str = "r0", **stats: float) -> ReplicaReport:
     )
 
 
-def state(replica_id: str = "r0", now_s: float = 0.0, **stats: float) -> ReplicaState:
+def state(replica_id: str = "r0", now_s: float = 0.0, **stats: object) -> ReplicaState:
     return ReplicaState(report(replica_id, **stats), now_s, RATES)
 
 
@@ -55,6 +56,39 @@ def test_bookings_start_one_after_the_other_at_the_prefill_rate() -> None:
     assert replica.next_start_s(1.2) == pytest.approx(1.5)
     assert replica.num_waiting(1.6) == 0
     assert replica.wait_s(1.2) == pytest.approx(0.8)
+
+
+def of_priority(priority: int, made: Booking) -> Booking:
+    return replace(made, request=replace(made.request, priority=priority))
+
+
+def test_urgent_booking_starts_before_less_urgent_work_and_does_not_wait_for_it() -> None:
+    tiers = (TierLoad(0, num_running=1, num_uncomputed_tokens=200), TierLoad(5, num_waiting=2, num_uncomputed_tokens=800))
+    replica = state(num_running=1, num_waiting=2, num_uncomputed_tokens=1_000, tiers=tiers)
+    low, urgent, second = of_priority(5, booking("low")), booking("urgent"), booking("second")
+    for one in (low, urgent, second):
+        replica.book(one, 0.0)
+    # 200 tokens go before the first urgent one, and that one's 500 before the second
+    assert (low.start_s, urgent.start_s, second.start_s) == pytest.approx((1.0, 0.2, 0.7))
+    assert replica.busy_until_s == pytest.approx(2.5)
+    assert replica.num_waiting(0.0, priority=0) == 2
+    assert replica.num_waiting(0.0, priority=5) == replica.num_waiting(0.0) == 5
+    replica.apply_report(report(num_running=1, num_waiting=2, num_uncomputed_tokens=1_000, num_steps=1, tiers=tiers), 0.5, RATES)
+    assert (urgent.start_s, second.start_s) == pytest.approx((0.7, 1.2)), "the report repeats 200 tokens of their tier"
+
+
+def test_snapshot_tells_what_is_less_urgent_than_the_request() -> None:
+    tiers = (TierLoad(0, 1, 2, 30, 400), TierLoad(5, 1, 1, 50, 600), TierLoad(9, 1, 0, 7, 80))
+    replica = state(num_running=3, num_waiting=3, num_uncomputed_tokens=87, num_context_tokens=1_080, tiers=tiers)
+    assert replica.snapshot(0.0, 0, 0, priority=9).behind is None
+    assert replica.snapshot(0.0, 0, 0, priority=0).behind == LoadBehind(2, 1, 57, 680, 0, 0, 0)
+    low = of_priority(7, booking("low"))
+    replica.book(low, 0.0)
+    assert replica.snapshot(0.0, 0, 0, priority=5).behind == LoadBehind(1, 0, 7, 80, 1, 500, 510)
+    replica.release(low)
+    assert replica.snapshot(0.0, 0, 0, priority=5).behind == LoadBehind(1, 0, 7, 80, 0, 0, 0)
+    met = replica.snapshot(0.0, 0, 0, priority=0).without_behind
+    assert (met.stats.num_running, met.stats.num_waiting, met.stats.num_uncomputed_tokens) == (1, 2, 30)
 
 
 def test_report_moves_the_predicted_starts() -> None:

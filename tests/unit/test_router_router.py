@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from replicas.stats import TierLoad
 from router.config import PolicyName
 from router.snapshot import Decision, Rejection
 from tests.reachable import reachable
@@ -128,11 +129,41 @@ def test_dispatch_ahead_keeps_the_rest_here_and_the_urgent_one_passes() -> None:
         router.submit(request(f"flood{number}", tokens=1_000, priority=5), 0.0)
     # the first starts at once, two more wait inside
     assert len(router.step(0.0)) == 3
+    wakeup_s = router.next_wakeup_s(0.0)
+    assert wakeup_s == pytest.approx(1.0)
+    for number in range(5):
+        router.submit(request(f"urgent{number}", tokens=1_000), 0.1)
+    # the flood does not stand in their way, but they stand in each other's
+    answers = router.step(0.1)
+    assert [answer.request_id for answer in answers] == ["urgent0", "urgent1", "urgent2"]
+    predicted = [answer.predicted_ttft_s for answer in answers if isinstance(answer, Decision)]
+    assert predicted == pytest.approx([1.01, 2.01, 3.01]), "1,000 tokens a second, and a decode step"
+    router.submit(request("late", tokens=1_000, priority=5), 0.2)
+    assert router.step(0.2) == []
+    assert [answer.request_id for answer in router.step(1.2)] == ["urgent3"]
+
+
+def test_urgent_request_has_no_privilege_where_requests_are_ordered_by_arrival() -> None:
+    router = make_router(dispatch_ahead=2, orders=("fcfs",))
+    router.apply_report(report(), 0.0)
+    for number in range(4):
+        router.submit(request(f"q{number}", tokens=1_000, priority=5), 0.0)
+    assert len(router.step(0.0)) == 3
     router.submit(request("urgent", tokens=1_000), 0.1)
     assert router.step(0.1) == []
-    wakeup_s = router.next_wakeup_s(0.1)
-    assert wakeup_s == pytest.approx(1.0)
-    assert [answer.request_id for answer in router.step(1.0)] == ["urgent"]
+
+
+def test_urgent_request_goes_to_a_replica_whose_slots_less_urgent_ones_hold() -> None:
+    """64 of 64 slots, and two requests wait inside: for the urgent one there is room, because it takes a slot."""
+    router = make_router(dispatch_ahead=2)
+    tiers = (TierLoad(5, num_running=64, num_waiting=2, num_uncomputed_tokens=400, num_context_tokens=6_400),)
+    stats = {"num_running": 64, "num_waiting": 2, "num_uncomputed_tokens": 400, "num_context_tokens": 6_400}
+    router.apply_report(report(tiers=tiers, **stats), 0.0)
+    router.submit(request("equal", priority=5), 0.0)
+    assert router.step(0.0) == []
+    router.submit(request("urgent"), 0.1)
+    (decision,) = router.step(0.1)
+    assert (decision.request_id, decision.predicted_ttft_s) == ("urgent", pytest.approx(0.16 + 0.01))  # type: ignore[union-attr]
 
 
 def test_full_replicas_take_the_queue_on_when_one_of_them_has_room() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from router.policies.replica_costs import ScoringWeights
 from router.policies.scoring import ScoringPolicy
-from router.snapshot import RECENT_WORK_S, CandidateScore, ClusterSnapshot, ReplicaLoad, ReplicaSnapshot, RoutingRequest
+from router.snapshot import RECENT_WORK_S, CandidateScore, ClusterSnapshot, LoadBehind, ReplicaLoad, ReplicaSnapshot, RoutingRequest
 
 REPLICA = ReplicaSnapshot(
     replica_id="r0",
@@ -73,6 +73,29 @@ def test_wait_for_blocks_follows_littles_law() -> None:
 
 def test_slowdown_counts_those_who_decode_beside() -> None:
     assert terms(with_stats(num_running=4), slowdown=0.1)["slowdown"] == pytest.approx(0.1 * 4 * 0.32)
+
+
+BEHIND = LoadBehind(num_running=6, num_waiting=2, num_uncomputed_tokens=1_600, num_context_tokens=8_000, num_booked_prefill_tokens=100)
+
+
+def test_less_urgent_prompts_slots_and_blocks_are_not_waited_for() -> None:
+    queued = with_stats(num_running=8, num_waiting=3, num_uncomputed_tokens=2_000, num_free_blocks=5)
+    queued = queued._replace(num_booked_prefill_tokens=300)
+    # by blocks the wait would be the shorter one: (26.25 - 5) * 2.56 / 995
+    assert terms(queued)["wait"] == pytest.approx(2.0 + 0.3)
+    # 8,000 tokens of context are 500 blocks, and 2 of 8 slots are left to those ahead
+    assert terms(queued._replace(behind=BEHIND))["wait"] == pytest.approx(0.4 + 0.2)
+
+
+def test_prompt_is_faster_by_the_share_of_decodes_that_step_aside_and_slows_all_down_by_its_own_time() -> None:
+    busy = with_stats(num_running=8, num_context_tokens=8_000, prefill_tokens_per_s=200.0, urgent_tokens_per_s=1_000.0)
+    assert terms(busy)["prefill"] == pytest.approx(320 / 200)
+    found = terms(busy._replace(behind=BEHIND), slowdown=0.1)
+    assert found["prefill"] == pytest.approx(320 / (200 + 6 / 8 * 800))
+    assert found["slowdown"] == pytest.approx(0.1 * 8 * 320 / 800)
+    # a replica whose streams never step aside has no such rate
+    slow = busy._replace(behind=BEHIND, stats=busy.stats._replace(urgent_tokens_per_s=None))
+    assert terms(slow)["prefill"] == pytest.approx(320 / 200)
 
 
 def test_eviction_costs_only_what_blank_blocks_do_not_hold() -> None:

@@ -93,6 +93,40 @@ def test_high_tier_waits_at_most_a_dispatch_slot_behind_a_flood(conversation_tra
     assert max(waits) <= slot_s
 
 
+def urgent_ttfts_s(num_less_urgent: int, max_urgent_share: float) -> tuple[list[float], SimulationResult]:
+    """TTFT of five urgent prompts that come at 3 s, when less urgent requests have decoded in all 16 slots for a while. A step takes 3 ms
+    a token, and a millisecond."""
+    timer = StepTimer(MODELS["135m"], replace(DEVICES["cpu"], flops_per_s=100e9, bytes_per_s=1e12))
+    config = SimulationConfig(
+        num_replicas=1, num_blocks=2_000, block_size=4, max_num_seqs=16, max_num_batched_tokens=32, max_num_mixed_tokens=6,
+        max_urgent_share=max_urgent_share,
+    )  # fmt: skip
+    router_config = RouterConfig(prior_prefill_tokens_per_s=timer.prefill_tokens_per_s)
+    short = replace(single_request(16, 60), block_keys=())
+    trace = [replace(short, request_id=f"q{number}", runs=(number,), priority=5) for number in range(num_less_urgent)]
+    trace += [
+        replace(short, request_id=f"u{number}", runs=(100 + number,), arrival_s=3.0, num_prompt_tokens=43, num_output_tokens=8)
+        for number in range(5)
+    ]
+    result = Simulation(config, router_config, make_policy(router_config), timer).run(trace)
+    ttfts_s = [outcome.ttft_s for outcome in result.outcomes if outcome.priority == 0]
+    return [ttft_s for ttft_s in ttfts_s if ttft_s is not None], result
+
+
+def test_urgent_prompts_beside_a_backlog_take_little_longer_than_on_an_idle_replica() -> None:
+    idle_s, _ = urgent_ttfts_s(0, 0.8)
+    beside_s, result = urgent_ttfts_s(30, 0.8)
+    before_s, before = urgent_ttfts_s(30, 0.0)
+    assert max(beside_s) < 1.5 * max(idle_s)
+    assert max(before_s) > 1.8 * max(idle_s)
+    for outcome in result.outcomes[30:]:
+        assert outcome.predicted_ttft_s == pytest.approx(outcome.ttft_s, rel=0.2), "the router knows who steps aside"
+    # the others lose no more than the urgent work, which both runs have
+    ends = [[outcome.end_s or 0.0 for outcome in run.outcomes if outcome.priority] for run in (result, before)]
+    assert len(ends[0]) == 30
+    assert max(ends[0]) < 1.02 * max(ends[1])
+
+
 def test_summary_of_known_outcomes() -> None:
     def outcome(name: str, replica_id: str, ttft_s: float, cached: int) -> RequestOutcome:
         return RequestOutcome(
