@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from dataclasses import replace
 
 from replicas.stats import ReplicaReport, ReportReply
 from router.config import RouterConfig
@@ -32,6 +33,7 @@ class Router:
         self._sink = sink
         self._served = served
         self._refused: list[Rejection] = []
+        self._num_not_served: Counter[str] = Counter()  # model -> requests; gateways of older configurations name them
         self._models: dict[str, ModelRouter] = {}
         self._model_of_replica: dict[str, str] = {}
         self._model_of_request: dict[str, str] = {}  # waiting and booked requests
@@ -61,6 +63,7 @@ class Router:
             other.release(request.request_id, now_s)
         if not self._serves(request.model):
             reason = f"the model {request.model!r} was taken out of the configuration"
+            self._num_not_served[request.model] += 1
             self._refused.append(Rejection(request_id=request.request_id, reason=reason, retry_after_s=1.0, kind="not_served"))
             return
         self._model(request.model).submit(request, now_s)
@@ -148,7 +151,11 @@ class Router:
 
     def statistics(self) -> dict[str, RoutingStatistics]:
         """Counters and load by model, for metrics."""
-        return {model: router.statistics() for model, router in self._models.items()}
+        found = {model: router.statistics() for model, router in self._models.items()}
+        for model, count in self._num_not_served.items():
+            one = found.get(model) or ModelRouter(model, self._config, self._policy).statistics()
+            found[model] = replace(one, num_rejections={**one.num_rejections, "not_served": count})
+        return found
 
     def describe(self, now_s: float) -> dict[str, object]:
         """The router's whole state by model, as plain JSON values."""

@@ -398,6 +398,10 @@ def test_request_for_a_model_that_is_not_served_is_rejected_at_once() -> None:
     assert (rejection.request_id, rejection.kind, rejection.is_unavailable) == ("a", "not_served", True)
     assert router.explain("a") == [rejection]
     assert router.step(0.0) == []
+    assert router.statistics()["old"].num_rejections == {"not_served": 1}
+    assert "m" not in router.statistics()
+    router.remove_replica("r1", 1.0)
+    assert router.statistics()["old"].num_rejections == {"not_served": 1}, "a counter never goes back"
 
 
 def test_model_that_is_not_served_is_forgotten_with_its_last_replica() -> None:
