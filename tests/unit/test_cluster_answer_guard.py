@@ -138,3 +138,54 @@ async def test_stream_that_ends_well_and_body_that_breaks_off_are_left_alone() -
 async def test_paths_of_serve_itself_are_left_alone(path: str) -> None:
     messages = [start(503), part(b"draining")]
     assert await answered(sending(*messages), path) == messages
+
+
+PAGE = [(b"origin", b"https://chat.example.com")]
+ALLOWED = ((b"access-control-allow-origin", b"https://chat.example.com"), (b"vary", b"Origin"))
+
+
+async def test_page_that_the_gateway_allowed_may_read_the_guards_errors_until_it_is_not_allowed() -> None:
+    answers = iter(
+        [
+            sending(start(500), part(b"no gateway")),
+            sending(start(204, "text/html", *ALLOWED), part(b"")),
+            sending(start(500), part(b"no gateway")),
+            sending(start(200, "application/json", (b"vary", b"Origin")), part(b"{}")),
+            sending(start(500), part(b"no gateway")),
+        ]
+    )
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        await next(answers)(scope, receive, send)
+
+    guard = AnswerGuard(proxy)
+
+    async def permission(headers: list[tuple[bytes, bytes]]) -> bytes | None:
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await guard({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}, _receive, send)
+        return dict(sent[0]["headers"]).get(b"access-control-allow-origin")
+
+    found = [await permission(PAGE) for _ in range(5)]
+    assert found == [None, b"https://chat.example.com", b"https://chat.example.com", None, None]
+
+
+async def test_permission_of_one_page_is_no_other_ones() -> None:
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        is_preflight = scope["method"] == "OPTIONS"
+        await (sending(start(204, "text/html", *ALLOWED), part(b"")) if is_preflight else sending(start(500), part(b"")))(
+            scope, receive, send
+        )
+
+    guard, sent = AnswerGuard(proxy), []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    for method, origin in (("OPTIONS", b"https://chat.example.com"), ("POST", b"https://evil.example.com")):
+        await guard({"type": "http", "method": method, "path": "/", "headers": [(b"origin", origin)]}, _receive, send)
+    assert b"access-control-allow-origin" not in dict(sent[-2]["headers"])
+    assert sent[-2]["status"] == 500

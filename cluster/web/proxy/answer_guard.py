@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.failures import Unavailable, answer_for
 from cluster.protocols.dialect import Dialect
 from cluster.protocols.dialects import dialect_of
+from cluster.web.proxy.page_permissions import PagePermissions
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +23,15 @@ _MAX_TEXT_BYTES = 4096
 
 
 class AnswerGuard:
-    """ASGI middleware. Every error has the shape of its path's dialect, whoever makes it, and every answer a request id.
+    """ASGI middleware. Every error has the shape of its path's dialect, whoever makes it, and every answer a request id. Pages of other
+    origins may read the errors made here if they may read the gateway's answers.
 
     A stream that breaks off behind it ends with an error event. What fails behind it fails alone: the proxy goes on.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._permissions = PagePermissions()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith(_SERVES_OWN_PATHS):
@@ -38,12 +41,26 @@ class AnswerGuard:
         if request_id is None:  # else Serve would make one that is not known here
             request_id = f"req-{secrets.token_hex(12)}"
             scope = {**scope, "headers": [*scope["headers"], (_REQUEST_ID.encode(), request_id.encode())]}
+        if (origin := Headers(scope=scope).get("origin")) is not None:
+            send = _permitting(send, self._permissions, origin)
         answer = _Answer(scope, receive, send, dialect_of(scope["path"]), request_id)
         try:
             await self._app(scope, receive, answer.send)
         except Exception:
             logger.exception("request %s failed in the proxy", request_id)
         await answer.finish()
+
+
+def _permitting(send: Send, permissions: PagePermissions, origin: str) -> Send:
+    async def permitting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(raw=list(message.get("headers", ())))
+            permissions.note(origin, message["status"], headers)
+            permissions.add_to(headers, origin)
+            message = {**message, "headers": headers.raw}
+        await send(message)
+
+    return permitting
 
 
 class _Answer:
