@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -21,6 +20,7 @@ from replicas.engine.reporter import ReplicaIdentity, Reporter, report_interval_
 from replicas.engine_config import LOOPBACK, EngineConfig
 from replicas.model_description import ModelDescription
 from replicas.process.cores import CoreClaim, CoreDemand, threads_of_engine, try_claim_cores
+from replicas.process.cpu_quota import num_usable_cores
 from replicas.process.heap import freeze_heap
 from replicas.process.logs import start_logging
 from replicas.request import GenerationRequest, RequestProgress, StepOutput
@@ -220,4 +220,4 @@ def _transfer_host(wanted: str) -> str:
 def _num_threads(wanted: int | None, demand: CoreDemand) -> int:
     """Threads of this engine. Raises ValueError if all engines together want more cores than the cluster's nodes have."""
     num_nodes = max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
-    return threads_of_engine(wanted, demand, num_cores=len(os.sched_getaffinity(0)), num_machines=num_nodes)
+    return threads_of_engine(wanted, demand, num_cores=num_usable_cores(), num_machines=num_nodes)

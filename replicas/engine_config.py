@@ -96,7 +96,8 @@ class EngineConfig:
     """Whether decode steps are replayed as CUDA graphs, recorded at load for up to `max_num_seqs` rows. If they cannot be recorded (a
     CPU, several ranks, an attention backend other than varlen_cuda, a model that reads device values in a step), a warning says why."""
     num_threads: int | None = None
-    """Computing threads. None takes the cores that this process may use; replicas on one machine share them."""
+    """Computing threads. None takes the cores that this process may use, by its CPU mask and the CPU quota of its cgroup (rounded to the
+    nearest core); replicas on one machine share them."""
     trust_remote_code: bool = False
     weights_version: str = ""
     """Part of block keys and of the KV fingerprint: KV of different versions is never mixed."""

@@ -29,6 +29,7 @@ from replicas.model.runner import ModelRunner, kv_groups, transformers_logits
 from replicas.model_description import ModelDescription
 from replicas.model_support import UnsupportedModel
 from replicas.native.build import variant_of
+from replicas.process.cpu_quota import num_usable_cores
 from replicas.ranks.launcher import LocalLauncher, RankLauncher
 from replicas.ranks.leader import Leader, threads_per_rank
 from replicas.request import GenerationRequest
@@ -64,6 +65,8 @@ def load_engine(config: EngineConfig, wiring: HandoffWiring | None = None, launc
         config = replace(config, num_threads=threads_per_rank(config))
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    elif (num_cores := num_usable_cores()) < torch.get_num_threads():  # torch does not know the quota
+        torch.set_num_threads(num_cores)
     choice = choose_model(config)
     if wiring is not None:
         wiring.check(config, choice.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -16,6 +15,7 @@ from replicas.attention.step_tensors import StepTensors
 from replicas.engine_config import EngineConfig
 from replicas.model.loader import ModelChoice
 from replicas.model.runner import ModelRunner, StepResult
+from replicas.process.cpu_quota import num_usable_cores
 from replicas.ranks.launcher import RankLauncher
 from replicas.ranks.rank_transfers import RankTransfers
 from replicas.ranks.ranks import Ranks, RankStartError
@@ -161,4 +161,4 @@ def _store(host: str, deadline_s: float) -> Any:
 
 def threads_per_rank(config: EngineConfig) -> int:
     """Torch threads of each rank: the configured number, else this machine's cores divided by the number of ranks."""
-    return config.num_threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel_size)
+    return config.num_threads or max(1, num_usable_cores() // config.tensor_parallel_size)

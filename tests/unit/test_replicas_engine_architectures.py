@@ -7,11 +7,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MambaConfig, T5Config
 
+from replicas.engine import loader
 from replicas.engine.engine import Engine
 from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
 from replicas.model.loader import choose_model
 from replicas.model_support import UnsupportedModel
+from replicas.ranks import leader
+from replicas.ranks.leader import threads_per_rank
 from replicas.sampling_params import SamplingParams
 from tests.engine_harness import requests_for, run
 from tests.tiny_models import CONFIGS, NATIVE_FAMILIES, SIZES, generated_by_transformers, tiny_prompts
@@ -105,6 +108,19 @@ def test_load_of_a_model_whose_attention_has_unknown_terms_is_refused_by_the_sel
 def test_load_with_settings_that_cannot_work_names_the_fix(folder_of: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_engine(EngineConfig(**{"model": str(folder_of("llama")), "dtype": "float32", **settings}))
+
+
+def test_threads_of_torch_are_no_more_than_the_quota_allows(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: given[-1] if given else 4)
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    for num_cores in (4, 3):
+        monkeypatch.setattr(loader, "num_usable_cores", lambda num_cores=num_cores: num_cores)
+        _engine(folder_of("llama"), num_threads=None, runner="transformers")
+    assert given == [3]
+    assert threads_per_rank(EngineConfig(tensor_parallel_size=2, num_threads=5)) == 5
+    monkeypatch.setattr(leader, "num_usable_cores", lambda: 5)
+    assert threads_per_rank(EngineConfig(tensor_parallel_size=2)) == 2
 
 
 def test_budgets_of_steps_are_measured_unless_one_is_given(folder_of: Any) -> None:
