@@ -66,6 +66,10 @@ class GenerationRequest:
     wants_handoff: bool = False
     """End with the first generated token, and lease the KV to the replica that continues."""
     trace_context: TraceContext = TraceContext()
+    speculates: bool = True
+    """False: no tokens are drafted for this request, whatever the engine's speculation. The answer is the same."""
+    predicted_ids: tuple[int, ...] = ()
+    """The answer that the client expects, as drafts; used by engines with any speculation."""
     handoff: KVHandoff | None = None
     """KV to start from. If the transfer fails, the KV is computed here, so the answer is the same."""
 
@@ -113,6 +117,10 @@ class RequestProgress:
     """Prompt tokens whose KV came from the prefix cache."""
     error: str | None = None
     """The reason, if `finish_reason` is FAILED."""
+    num_accepted_predicted: int = 0
+    """Of the request's `predicted_ids`, those that were drafted and accepted since the last progress."""
+    num_rejected_predicted: int = 0
+    """The same, drafted and refused."""
     handoff: KVHandoff | None = None
     """Sent once for each request with `wants_handoff`, as soon as its first chunk is computed: pulling may begin."""
 
@@ -124,6 +132,8 @@ def merge_progress(earlier: RequestProgress, later: RequestProgress) -> RequestP
         token_ids=earlier.token_ids + later.token_ids,
         logprobs=earlier.logprobs + later.logprobs,
         prompt_logprobs=later.prompt_logprobs if earlier.prompt_logprobs is None else earlier.prompt_logprobs,
+        num_accepted_predicted=earlier.num_accepted_predicted + later.num_accepted_predicted,
+        num_rejected_predicted=earlier.num_rejected_predicted + later.num_rejected_predicted,
         handoff=earlier.handoff or later.handoff,
     )
 
@@ -135,6 +145,9 @@ class StepOutput:
     progress: tuple[RequestProgress, ...] = ()
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    """Drafts included."""
+    num_drafts: int = 0
+    """Drafted tokens among them, accepted or not."""
     num_preemptions: int = 0
     num_paused: int = 0
     """Decodes that stepped aside for more urgent prompts."""

@@ -48,6 +48,19 @@ class HandoffStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStats:
+    """Drafts of one speculation method. All counts only grow."""
+
+    method: str
+    num_passes: int = 0
+    """Verifications: steps of a request with at least one draft. Each yields a token besides the accepted drafts."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accepted_by_depth: tuple[int, ...] = ()
+    """Accepted first drafts, second drafts, and so on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
     """Load and counters of one engine, as of the end of a step. Counters only grow."""
 
@@ -71,7 +84,7 @@ class ReplicaStats:
     """Measured rate of a prompt for which less urgent decodes step aside, their share of the work subtracted (EWMA over steps); None
     before the first prefill, and if they never step aside."""
     decode_step_s: float | None = None
-    """Measured seconds of a decode-only step (EWMA over steps); None before the first."""
+    """Measured seconds of a decode-only step for each token that its requests got (EWMA over steps); None before the first."""
     transfer_tokens_per_s: float | None = None
     """Measured rate of KV received from other replicas (EWMA over handoffs); None before the first."""
     num_steps: int = 0
@@ -88,6 +101,10 @@ class ReplicaStats:
     num_cancelled: int = 0
     num_failed: int = 0
     handoffs: HandoffStats = HandoffStats()
+    drafts: tuple[DraftStats, ...] = ()
+    """By method; empty without speculation."""
+    speculation_gain: float | None = None
+    """Tokens per second that the controller expects of its choice, over those without drafts (EWMA over steps); None before any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,8 +129,8 @@ ROOMS = {
     ),
     "router": ("deployment", "simulator", "live", "router", "model_router", "waiting", "policies", "fleet"),
     "replicas": (
-        "deployment", "llm", "serve", "engine", "ranks", "handoff", "model", "sharding", "linear", "attention", "scheduling", "sampling",
-        "native", "text", "process",
+        "deployment", "llm", "serve", "engine", "speculation", "ranks", "handoff", "model", "sharding", "linear", "attention", "scheduling",
+        "sampling", "native", "text", "process",
     ),
 }  # fmt: skip
 """Folders of each package, and the modules that stand above some of them, in the order in which a request walks. An import goes
