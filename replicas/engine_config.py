@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from replicas.speculation_config import SpeculationConfig
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Role = Literal["unified", "prefill", "decode"]
@@ -115,6 +117,8 @@ class EngineConfig:
     """Number of ranks, each with a part of the model: GPUs, or processes that share the cores of a CPU. `kv_cache_bytes`,
     `gpu_memory_utilization` and `num_threads` are per rank."""
     parallel: ParallelConfig = ParallelConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    """Drafts that the model verifies several at a time. Off by default."""
 
     def __post_init__(self) -> None:
         for name in (

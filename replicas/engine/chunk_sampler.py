@@ -29,7 +29,8 @@ class ChunkSampler:
     that a verification appends are gone when it returns.
 
     Drafts are verified by the ordinary draws: the token at a draft's position is drawn as if the draft did not exist, and the next row
-    is used only if the draft equals that token. So drafts change no token, whatever the temperature, penalties or grammar.
+    is used only if the draft equals that token. So drafts change no token, whatever the temperature, penalties or grammar. The argmax of
+    rows that nothing edits is taken for all of them at once.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -48,7 +49,7 @@ class ChunkSampler:
                 chunks.append(chunk)
                 first_rows.append(row + num_scored)
             row += len(chunk.logits)
-        drawn = self._draw(chunks, logits_NV if len(first_rows) == row else logits_NV[first_rows])
+        drawn = self._draw_first(chunks, first_rows, logits_NV)
         for index, chunk in enumerate(chunks):
             if chunk.state.prompt_logprobs and any(math.isnan(token.logprob) for token in chunk.state.prompt_logprobs):
                 drawn.errors[index] = BAD_LOGITS
@@ -61,6 +62,29 @@ class ChunkSampler:
         assert known is not None, "only prompts whose log-probabilities are wanted are scored"
         targets = request.prompt_ids[scored.start + 1 : scored.stop + 1]
         known += self._sampler.score(logits_NV, targets, request.params.prompt_logprobs or 0)
+
+    def _draw_first(self, chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], logits_NV: torch.Tensor) -> DrawnTokens:
+        """The token of each chunk's first row; for the argmax of the model's logits, which depends on the row alone, also those of the
+        rows behind accepted drafts, in the same call."""
+        nums = [1 + len(chunk.draft_ids) if chunk.state.sampling.is_plain_greedy else 1 for chunk in chunks]
+        rows = [first + place for first, num in zip(first_rows, nums, strict=True) for place in range(num)]
+        every = self._draw([chunk for chunk, num in zip(chunks, nums, strict=True) for _ in range(num)], _take(logits_NV, rows))
+        if len(rows) == len(chunks):
+            return every
+        drawn = DrawnTokens(token_ids=[], logprobs=[])
+        start = 0
+        for index, (chunk, num) in enumerate(zip(chunks, nums, strict=True)):
+            token_ids = every.token_ids[start][:]
+            if start in every.errors:
+                drawn.errors[index] = every.errors[start]
+            for row in range(start + 1, start + num):
+                if row - 1 in every.errors or row in every.errors or not self._continues(chunk, token_ids):
+                    break
+                token_ids += every.token_ids[row]
+            drawn.token_ids.append(token_ids)
+            drawn.logprobs.append(every.logprobs[start])
+            start += num
+        return drawn
 
     def _draw(self, chunks: Sequence[ScheduledChunk], logits_RV: torch.Tensor) -> DrawnTokens:
         sampled = self._sampler.sample(logits_RV, [chunk.state.sampling for chunk in chunks])
@@ -77,14 +101,15 @@ class ChunkSampler:
         open_ = [
             index
             for index, (chunk, token_ids) in enumerate(zip(chunks, drawn.token_ids, strict=True))
-            if index not in drawn.errors and self._continues(chunk, token_ids)
+            if index not in drawn.errors and not chunk.state.sampling.is_plain_greedy and self._continues(chunk, token_ids)
         ]
         try:
             while open_:
                 for index in open_:
                     chunks[index].state.append(drawn.token_ids[index][-1])
                     tried[index] += 1
-                more = self._draw([chunks[index] for index in open_], logits_NV[[first_rows[index] + tried[index] for index in open_]])
+                rows = [first_rows[index] + tried[index] for index in open_]
+                more = self._draw([chunks[index] for index in open_], _take(logits_NV, rows))
                 still_open: list[int] = []
                 for place, index in enumerate(open_):
                     if place in more.errors:
@@ -104,3 +129,10 @@ class ChunkSampler:
         place = len(token_ids) - 1
         is_draft = place < len(chunk.draft_ids) and token_ids[place] == chunk.draft_ids[place]
         return is_draft and token_ids[place] not in chunk.state.stop_token_ids
+
+
+def _take(logits_NV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """These rows, which ascend; without a copy if they follow each other."""
+    if rows and rows[-1] - rows[0] == len(rows) - 1:
+        return logits_NV[rows[0] : rows[-1] + 1]
+    return logits_NV[list(rows)]

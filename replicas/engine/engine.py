@@ -27,6 +27,7 @@ from replicas.sampling.sampler import Sampler
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.step_plan import StepPlan
 from replicas.scheduling.tier_loads import tier_loads
+from replicas.speculation.speculator import Speculator
 from replicas.stats import ReplicaStats
 from replicas.step_engine import KVChanges
 
@@ -51,14 +52,16 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         handoffs: KVExchange | None = None,
         leader: Leader | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         """`handoffs` exchanges KV with other engines; None is `NoExchange`. Every engine can compute prefills and decodes.
-        `leader` owns the other ranks, to which `runner` sends each step."""
+        `leader` owns the other ranks, to which `runner` sends each step. `speculator` drafts tokens; None drafts none."""
         self.description = description
         self.scheduler = scheduler
         self.handoffs: KVExchange = handoffs or NoExchange()
         self._runner = runner
         self._leader = leader
+        self._speculator = speculator
         self._chunk_sampler = ChunkSampler(sampler)
         self._clock = clock
         self._statistics = StepStatistics(scheduler.config.max_urgent_share)
@@ -111,6 +114,8 @@ class Engine:
         loaded = self.handoffs.collect()
         plan = self.scheduler.schedule(start_s)
         self.handoffs.reserve()
+        if self._speculator is not None and plan.chunks:
+            plan = self._speculator.extend(plan)
         output = self._compute(plan, loaded, start_s) if plan.chunks else self._idle(plan, loaded, may_wait=may_wait)
         self._statistics.add(output)
         return output
@@ -134,12 +139,15 @@ class Engine:
             is_graphed = result.is_graphed
             offers = self.handoffs.note_step(plan)
             progress = _with_logprobs(plan, drawn, self.scheduler.update(plan, drawn.token_ids, drawn.errors))
+            if self._speculator is not None:
+                progress = self._speculator.observe(plan, progress, result.hidden_LKW)
         self.handoffs.note_progress(progress)
         num_prefill = plan.num_prefill_tokens
         return StepOutput(
             progress=_merged(loaded, offers, progress),
             num_prefill_tokens=num_prefill,
             num_decode_tokens=plan.num_tokens - num_prefill,
+            num_drafts=sum(len(chunk.draft_ids) for chunk in plan.chunks),
             num_preemptions=plan.num_preemptions,
             num_paused=plan.num_paused,
             is_graphed=is_graphed,
@@ -175,6 +183,8 @@ class Engine:
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
+            drafts=() if self._speculator is None else self._speculator.statistics(),
+            speculation_gain=None if self._speculator is None else self._speculator.controller.predicted_gain,
         )
 
     def kv_changes(self, since: int | None) -> KVChanges:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from kvcache.block_pool import BlockPool
-from kvcache.hashing import CacheIdentity
-from kvcache.prefix_cache import BlockKeyChain
 from kvcache.tensors import bytes_per_token
 from replicas.attention.backend import LayerCall
-from replicas.attention.step_tensors import StepTensors
+from replicas.engine.dry_run import DryRun, spread_token_ids
 from replicas.engine.engine import Engine
 from replicas.engine_config import EngineConfig, Quantization
 from replicas.handoff.other_ranks import NoOtherRanks
@@ -23,28 +20,28 @@ from replicas.handoff.wiring import HandoffWiring, RemoteWiring
 from replicas.model.kv_sizing import KVSize
 from replicas.model.loader import LoadedModel, ModelChoice, choose_model, load_model
 from replicas.model.native_decoder import NativeMismatch
-from replicas.model.rank_model import MAX_BUDGET_TOKENS, RankModel
+from replicas.model.rank_model import RankModel
 from replicas.model.reference import checkpoint_values, streamed_logits
-from replicas.model.runner import ModelRunner, kv_groups, transformers_logits
+from replicas.model.runner import kv_groups, transformers_logits
 from replicas.model_description import ModelDescription
 from replicas.model_support import UnsupportedModel
 from replicas.native.build import variant_of
 from replicas.process.cpu_quota import num_usable_cores
 from replicas.ranks.launcher import LocalLauncher, RankLauncher
 from replicas.ranks.leader import Leader, threads_per_rank
-from replicas.request import GenerationRequest
 from replicas.sampling.native_draw import NativeDraw
 from replicas.sampling.sampler import Sampler
-from replicas.sampling_params import SamplingParams
-from replicas.scheduling.request_state import RequestState
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.scheduler_config import SchedulerConfig
-from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
 from replicas.sharding.collectives import Alone
+from replicas.speculation.controller import Controller
+from replicas.speculation.load import load_proposers
+from replicas.speculation.speculator import Speculator
+from replicas.speculation.step_cost import StepCost
+from replicas.speculation_config import SpeculationConfig
 
 logger = logging.getLogger(__name__)
 
-MIN_BUDGET_TOKENS = 128
 FINGERPRINT_VALUES = 16
 """First values of each parameter that the fingerprint hashes."""
 MAX_SCORED_LOGITS = 1 << 25
@@ -107,10 +104,11 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
     rank = RankModel.allocate(config, loaded, Alone() if leader is None else leader.group)
     size = rank.size
     check = _SelfCheck(loaded, size.max_model_len, config.quantization)
+    proposers = load_proposers(config.speculation, rank)
     runner = rank.runner(config)
     if leader is not None:
         runner = leader.lead(runner)
-    dry_run = _DryRun(runner, loaded, config.block_size, size)
+    dry_run = DryRun(runner, loaded, config.block_size, size)
     check.compare(dry_run, is_native=rank.backend is None)
     budget, mixed_budget = config.max_num_batched_tokens, None
     if budget is None:
@@ -131,6 +129,11 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         ),
         BlockPool(size.num_blocks, config.block_size),
     )
+    speculator = None
+    if proposers:
+        cost = dry_run.step_cost(config.max_num_seqs + config.speculation.max_tokens)
+        speculator = Speculator(proposers, Controller(cost), scheduler.drafts, max_tokens=config.speculation.max_tokens)
+        _log_speculation(config.speculation, cost)
     description = ModelDescription(
         max_model_len=size.max_model_len,
         vocab_size=loaded.vocab_size,
@@ -154,6 +157,7 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         description=description,
         handoffs=handoffs,
         leader=leader,
+        speculator=speculator,
     )
 
 
@@ -171,59 +175,6 @@ def _fingerprint(loaded: LoadedModel, config: EngineConfig) -> str:
     return digest.hexdigest()
 
 
-class _DryRun:
-    """Runs steps without a scheduler, on blocks that are still empty."""
-
-    def __init__(self, runner: ModelRunner, loaded: LoadedModel, block_size: int, size: KVSize) -> None:
-        self._runner, self._loaded, self._block_size = runner, loaded, block_size
-        self.max_tokens = min(size.max_model_len, size.num_blocks * block_size)
-
-    def logits(self, token_ids: list[int], chunk_ends: list[int]) -> torch.Tensor:
-        """Runs one sequence in chunks that end at `chunk_ends`; returns the logits [len(chunk_ends), V] of their last tokens."""
-        request = GenerationRequest(request_id="dry-run", prompt_ids=tuple(token_ids), params=SamplingParams(), seed=0)
-        chain = BlockKeyChain(CacheIdentity(), self._block_size)
-        state = RequestState(request, arrival_number=0, chain=chain, max_num_tokens=len(token_ids))
-        state.block_ids = list(range(-(-len(token_ids) // self._block_size)))
-        rows: list[torch.Tensor] = []
-        start = 0
-        for end in chunk_ends:
-            chunk = ScheduledChunk(state=state, start=start, num_tokens=end - start, is_prefill=True, logits=range(end - 1, end))
-            step = StepTensors.of(StepPlan(chunks=(chunk,)), self._block_size)
-            rows.append(self._runner.forward(step).logits_NV.clone())
-            start = end
-        return torch.cat(rows)
-
-    def budgets_for(self, config: EngineConfig) -> tuple[int, int]:
-        """Measured budgets (full steps, mixed steps): the tokens that a step computes in about `max_step_s` and `max_mixed_step_s`.
-        The first is at least 128 and twice `max_num_seqs`, the second at least a block."""
-        rate = self._tokens_per_s(config.max_step_s)
-        blocks, mixed_blocks = (int(rate * s) // self._block_size for s in (config.max_step_s, config.max_mixed_step_s))
-        budget = max(min(blocks * self._block_size, MAX_BUDGET_TOKENS), MIN_BUDGET_TOKENS, 2 * config.max_num_seqs)
-        return budget, min(budget, max(mixed_blocks, 1) * self._block_size)
-
-    def _tokens_per_s(self, max_step_s: float) -> float:
-        """Best prefill rate over steps of doubling size, up to the first that takes more than half of `max_step_s`."""
-        num_tokens, best = min(64, self.max_tokens), 0.0
-        self._step_s(num_tokens)  # the first steps at a size pay for allocations and caches
-        while True:
-            elapsed_s = min(self._step_s(num_tokens), self._step_s(num_tokens))
-            best = max(best, num_tokens / elapsed_s)
-            if elapsed_s > max_step_s / 2 or 2 * num_tokens > min(self.max_tokens, MAX_BUDGET_TOKENS):
-                return best
-            num_tokens *= 2
-
-    def _step_s(self, num_tokens: int) -> float:
-        self._sync()
-        start_s = time.monotonic()
-        self.logits(_spread_token_ids(num_tokens, self._loaded.vocab_size), [num_tokens])
-        self._sync()
-        return time.monotonic() - start_s
-
-    def _sync(self) -> None:
-        if self._loaded.device.type == "cuda":
-            torch.cuda.synchronize(self._loaded.device)
-
-
 class _SelfCheck:
     """Compares chunked paged logits with transformers' own on one short sequence. Constructed before a runner takes the weights."""
 
@@ -233,14 +184,14 @@ class _SelfCheck:
         if quantization is not None:
             self._allowed = CHECK_TOLERANCE_QUANTIZED[quantization]
         num_tokens = min(CHECK_TOKENS, max_model_len, loaded.max_positions or CHECK_TOKENS)
-        self._token_ids = _spread_token_ids(num_tokens, loaded.vocab_size)
+        self._token_ids = spread_token_ids(num_tokens, loaded.vocab_size)
         token_ids_T = torch.tensor(self._token_ids, device=loaded.device)
         if loaded.part is None:
             self._expected_TV = transformers_logits(loaded.model, token_ids_T)
         else:
             self._expected_TV = streamed_logits(loaded.choice, token_ids_T)
 
-    def compare(self, dry_run: _DryRun, *, is_native: bool) -> None:
+    def compare(self, dry_run: DryRun, *, is_native: bool) -> None:
         """Raises UnsupportedModel, or NativeMismatch for the native runner, if the logits differ."""
         num_tokens = len(self._token_ids)
         ends = sorted({max(1, num_tokens // 3), num_tokens - 1, num_tokens})
@@ -257,11 +208,6 @@ class _SelfCheck:
         raise UnsupportedModel(
             f"model type {self._loaded.model.config.model_type!r}: {message}; it uses something that this engine does not know"
         )
-
-
-def _spread_token_ids(num_tokens: int, vocab_size: int) -> list[int]:
-    """Token ids spread over the vocabulary, always the same."""
-    return [(7919 * i + 13) % vocab_size for i in range(num_tokens)]
 
 
 def _log_choices(
@@ -283,4 +229,12 @@ def _log_choices(
     logger.info(
         "max_model_len %d: room for %.1f such requests at once; max_num_seqs %d; %d tokens a step (%s); %d threads",
         size.max_model_len, num_tokens / size.max_model_len, config.max_num_seqs, budget, reason, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _log_speculation(config: SpeculationConfig, cost: StepCost) -> None:
+    rows = ", ".join(f"{num}: {1000 * cost.seconds(num):.1f}" for num in (1, 2, 4, 8, 16) if num <= cost.num_rows[-1])
+    logger.info(
+        "speculation: %s, up to %d drafts a request and step; ms of a step by rows: %s; %.2g ms more for a row behind 1,000 tokens",
+        config.method, config.max_tokens, rows, 1e6 * cost.context_s,
     )  # fmt: skip

@@ -78,9 +78,9 @@ class BlockTables:
         first, last = start // size, end // size
         return self._prefix_cache.publish(state.chain, state.token_ids, state.block_ids, first, last) if first < last else []
 
-    def trim(self, state: RequestState) -> None:
-        """Frees the blocks that no token of the request needs."""
-        num_needed = self._num_blocks_for(len(state.token_ids))
+    def trim(self, state: RequestState, num_drafts: int = 0) -> None:
+        """Frees the blocks that neither a token of the request nor its drafts need."""
+        num_needed = self._num_blocks_for(len(state.token_ids) + num_drafts)
         if len(state.block_ids) > num_needed:
             self.pool.release(state.block_ids[num_needed:], state.request.priority)
             del state.block_ids[num_needed:]

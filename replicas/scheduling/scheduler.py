@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from kvcache.block_pool import BlockPool
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected
 from replicas.sampling.sampling_state import LogitsMask
 from replicas.scheduling.block_tables import BlockTables
+from replicas.scheduling.draft_slots import DraftSlots
 from replicas.scheduling.prompt_budget import PromptBudget
 from replicas.scheduling.request_state import RequestState, RequestStatus
 from replicas.scheduling.scheduler_config import SchedulerConfig
@@ -43,8 +43,10 @@ class Scheduler:
         self._running: list[RequestState] = []  # by urgency
         self._ended: list[RequestProgress] = []  # endings not reported yet
         self._new_loads: list[RequestState] = []  # not returned by take_loads yet
-        self._drafts: dict[RequestKey, Sequence[int]] = {}  # for the next step
         self._pauses = UrgentPauses(config)
+        self.drafts = DraftSlots(
+            self._tables, min(config.max_num_batched_tokens, config.max_num_mixed_tokens or config.max_num_batched_tokens)
+        )
         self._num_arrivals = 0
 
     @property
@@ -122,12 +124,6 @@ class Scheduler:
         state.num_computed_tokens = max(num_computed, state.num_computed_tokens)
         return self._append(state, new_ids) if new_ids else None
 
-    def propose(self, key: RequestKey, draft_ids: Sequence[int]) -> None:
-        """Sets drafts that the next step verifies, as far as budget, blocks and the request's length allow. They are for that step only,
-        and dropped if it does not compute all known tokens of the request."""
-        if key in self._states:
-            self._drafts[key] = draft_ids
-
     def cancel(self, key: RequestKey) -> bool:
         """Ends a request between two steps and frees its blocks at once; False if it already ended."""
         state = self._states.get(key)
@@ -138,9 +134,8 @@ class Scheduler:
         return True
 
     def schedule(self, now_s: float = 0.0) -> StepPlan:
-        """Plans one step: first running requests that decode, then running prefills, then waiting requests, and last drafts: they get
-        budget and blocks that nothing else wants. `now_s`, from a clock that never goes back, bounds the pauses of decodes."""
-        drafts, self._drafts = self._drafts, {}
+        """Plans one step: first running requests that decode, then running prefills, then waiting requests. `drafts` can extend it.
+        `now_s`, from a clock that never goes back, bounds the pauses of decodes."""
         num_preemptions = self._make_room_for_urgent()
         budget = self.config.max_num_batched_tokens
         chunks: list[ScheduledChunk] = []
@@ -167,8 +162,6 @@ class Scheduler:
                 break
             if not head.is_loading:
                 prompts.take(head, self._schedule_chunk(head, num_left, chunks, published))
-        if drafts:
-            self._add_drafts(chunks, drafts)
         self._pauses.note_step(sum(chunk.num_tokens for chunk in chunks))
         return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions, num_paused=len(paused))
 
@@ -290,20 +283,6 @@ class Scheduler:
         chunks.append(ScheduledChunk(state=state, start=start, num_tokens=num_tokens, is_prefill=not state.is_decoding, logits=logits))
         return num_tokens
 
-    def _add_drafts(self, chunks: list[ScheduledChunk], drafts: Mapping[RequestKey, Sequence[int]]) -> None:
-        """Extends decodes by drafts, up to the budget of a step in which requests decode."""
-        budget = min(self.config.max_num_batched_tokens, self.config.max_num_mixed_tokens or self.config.max_num_batched_tokens)
-        budget -= sum(chunk.num_tokens for chunk in chunks)
-        for index, chunk in enumerate(chunks):
-            state, draft_ids = chunk.state, drafts.get(chunk.state.key, ())
-            num_drafts = min(len(draft_ids), budget, state.max_num_tokens - len(state.token_ids) - 1)
-            if chunk.is_prefill or not chunk.samples or num_drafts <= 0 or state.request.wants_handoff:  # that ends with its next token
-                continue
-            draft_ids = tuple(draft_ids[: self._tables.room_for_drafts(state, num_drafts)])
-            budget -= len(draft_ids)
-            end = chunk.logits.stop + len(draft_ids)
-            chunks[index] = replace(chunk, num_tokens=end - chunk.start, logits=range(chunk.logits.start, end), draft_ids=draft_ids)
-
     def _append(self, state: RequestState, new_ids: Sequence[int], draft_ids: Sequence[int] = ()) -> RequestProgress:
         """Appends new tokens up to the one that ends the request. `draft_ids` are the drafts that the step computed at their positions."""
         num_known = len(state.token_ids)
@@ -349,7 +328,6 @@ class Scheduler:
         queue = self._running if state.status is RequestStatus.RUNNING else self._waiting
         del queue[self._index(queue, state)]
         del self._states[state.key]
-        self._drafts.pop(state.key, None)
         self._release_blocks(state)
         state.status = RequestStatus.ENDED
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from kvcache.block_pool import BlockPool
 from replicas.request import GenerationRequest, RequestProgress
 from replicas.sampling_params import SamplingParams
@@ -48,6 +50,12 @@ def step(scheduler: Scheduler, token: int = 50, now_s: float = 0.0) -> tuple[Ste
     progress = scheduler.update(plan, [[token] for chunk in plan.chunks if chunk.samples])
     scheduler.check()
     return plan, progress
+
+
+def drafted(scheduler: Scheduler, drafts: Mapping[str, Sequence[int]]) -> StepPlan:
+    """The next plan, extended by the drafts of each named request."""
+    plan = scheduler.schedule()
+    return scheduler.drafts.extend(plan, [drafts.get(chunk.state.key.request_id, ()) for chunk in plan.chunks])
 
 
 def shape(plan: StepPlan) -> list[tuple[str, int, int]]:

@@ -20,6 +20,7 @@ from replicas.sampling_params import SamplingParams
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.scheduler_config import SchedulerConfig
 from tests.engine_harness import Generated
+from tests.scripted_proposer import ScriptedProposer, eager_speculator
 
 VOCAB_SIZE, EOS, NUM_TOKENS = 50, 49, 30
 PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11])
@@ -66,12 +67,17 @@ def generate(
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, eos_token_ids=frozenset({EOS}))
     scheduler = Scheduler(config, BlockPool(40, 4))
     description = ModelDescription(max_model_len=64, vocab_size=VOCAB_SIZE, block_size=4, dtype="float32", tokenizer_source="none")
-    engine = Engine(scheduler=scheduler, runner=runner, sampler=Sampler(VOCAB_SIZE), description=description)
+    random = np.random.default_rng(3)
+    speculator = None
+    if draft is not None:
+        proposer = ScriptedProposer(lambda state, _: draft(state.request, state.token_ids[len(state.request.prompt_ids) :], random))
+        speculator = eager_speculator(scheduler.drafts, proposer)
+    engine = Engine(scheduler=scheduler, runner=runner, sampler=Sampler(VOCAB_SIZE), description=description, speculator=speculator)
     requests = [GenerationRequest(request_id=f"r{i}", prompt_ids=tuple(prompt), params=params, seed=i) for i, prompt in enumerate(PROMPTS)]
     results = {request.key: Generated() for request in requests}
     for request in requests:
         scheduler.add(request, OddTokens() if has_grammar else None)
-    random, num_steps = np.random.default_rng(3), 0
+    num_steps = 0
     while engine.has_work:
         num_steps += 1
         for item in engine.step().progress:
@@ -81,9 +87,6 @@ def generate(
             result.finish_reason = item.finish_reason
             result.error = item.error
         engine.check()
-        for state in scheduler.running if draft is not None else ():
-            output = state.token_ids[len(state.request.prompt_ids) :]
-            scheduler.propose(state.key, draft(state.request, output, random))
     return list(results.values()), num_steps
 
 

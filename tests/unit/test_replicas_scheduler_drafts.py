@@ -11,7 +11,7 @@ from kvcache.prefix_cache import BlockKeyChain
 from replicas.request import FinishReason, RequestKey, RequestProgress
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
-from tests.unit.scheduler_steps import EOS, new_request, new_scheduler, shape, step
+from tests.unit.scheduler_steps import EOS, drafted, new_request, new_scheduler, shape, step
 
 A = RequestKey("a", 0)
 
@@ -23,8 +23,7 @@ def begun(scheduler: Scheduler, name: str = "a", num_prompt: int = 4, **settings
 
 
 def verify(scheduler: Scheduler, drafts: list[int], *new_ids: int) -> tuple[ScheduledChunk, RequestProgress]:
-    scheduler.propose(A, drafts)
-    plan = scheduler.schedule()
+    plan = drafted(scheduler, {"a": drafts})
     (progress,) = scheduler.update(plan, [new_ids])
     scheduler.check()
     return plan.chunks[0], progress
@@ -39,8 +38,7 @@ def is_findable(scheduler: Scheduler, *token_ids: int) -> bool:
 def test_drafts_that_are_accepted_count_as_computed_and_complete_a_block() -> None:
     scheduler = new_scheduler()
     begun(scheduler)
-    scheduler.propose(A, [51, 52, 53])
-    plan = scheduler.schedule()
+    plan = drafted(scheduler, {"a": [51, 52, 53]})
     (chunk,) = plan.chunks
     assert (chunk.start, chunk.num_tokens, chunk.draft_ids, chunk.logits, chunk.is_prefill) == (4, 4, (51, 52, 53), range(4, 8), False)
     assert not is_findable(scheduler, 0, 1, 2, 3, 50, 51, 52, 53), "the drafts may be wrong"
@@ -86,34 +84,29 @@ def test_drafts_get_what_decodes_and_prompts_leave_of_the_budget() -> None:
     scheduler = new_scheduler(budget=12, max_num_seqs=4)
     for number, name in enumerate("abc"):
         begun(scheduler, name, first=10 * number)
-    for name in "abc":
-        scheduler.propose(RequestKey(name, 0), [51] * 8)
+    drafts = dict.fromkeys("abc", [51] * 8)
     scheduler.add(new_request("d", 20, first=60))
-    plan = scheduler.schedule()
+    plan = drafted(scheduler, drafts)
     assert shape(plan) == [("a", 6, 1), ("b", 5, 1), ("c", 4, 1), ("d", 0, 9)]
     scheduler.update(plan, [[50]] * 3)
     scheduler.check()
     scheduler.cancel(RequestKey("d", 0))
-    for name in "abc":
-        scheduler.propose(RequestKey(name, 0), [51] * 8)
-    assert shape(scheduler.schedule()) == [("a", 7, 9), ("b", 6, 2), ("c", 5, 1)]
+    assert shape(drafted(scheduler, drafts)) == [("a", 7, 9), ("b", 6, 2), ("c", 5, 1)]
 
 
 def test_drafts_keep_to_the_budget_of_a_step_in_which_requests_decode() -> None:
     scheduler = new_scheduler(budget=32, mixed_budget=6)
     begun(scheduler)
-    scheduler.propose(A, [51] * 8)
-    assert shape(scheduler.schedule()) == [("a", 4, 6)]
+    assert shape(drafted(scheduler, {"a": [51] * 8})) == [("a", 4, 6)]
 
 
 def test_drafts_take_no_blocks_that_a_waiting_request_needs() -> None:
     scheduler = new_scheduler(num_blocks=8, max_model_len=32)
     begun(scheduler)
     for number in range(3):
-        scheduler.propose(A, [51] * 20)
         if number == 1:
             scheduler.add(new_request("b", 20, first=60))
-        plan = scheduler.schedule()
+        plan = drafted(scheduler, {"a": [51] * 20})
         scheduler.update(plan, [[50] for chunk in plan.chunks if chunk.samples])
         scheduler.check()
     assert [state.key.request_id for state in scheduler.running] == ["a", "b"]
@@ -122,8 +115,7 @@ def test_drafts_take_no_blocks_that_a_waiting_request_needs() -> None:
 def test_drafts_are_for_one_step_alone() -> None:
     scheduler = new_scheduler(budget=8, max_num_seqs=2)
     begun(scheduler)
-    scheduler.propose(A, [51])
-    plan = scheduler.schedule()
+    plan = drafted(scheduler, {"a": [51]})
     scheduler.update(plan, [[7]])
     assert shape(scheduler.schedule()) == [("a", 5, 1)]
 
@@ -132,8 +124,7 @@ def test_drafts_take_no_blocks_from_other_requests() -> None:
     scheduler = new_scheduler(num_blocks=5, max_model_len=20, max_urgent_share=0.0)
     begun(scheduler, "b", 7, first=20, priority=1)
     begun(scheduler, num_prompt=4)
-    scheduler.propose(A, [51] * 8)
-    plan = scheduler.schedule()
+    plan = drafted(scheduler, {"a": [51] * 8})
     assert plan.num_preemptions == 0
     assert [(chunk.state.key.request_id, chunk.draft_ids) for chunk in plan.chunks] == [("a", (51,) * 3), ("b", ())]
     assert scheduler.pool.num_free == 0, "the last block is for the next token of the other request"
@@ -141,19 +132,34 @@ def test_drafts_take_no_blocks_from_other_requests() -> None:
     scheduler.check()
 
 
-def test_drafts_of_a_preempted_or_cancelled_request_are_forgotten() -> None:
-    scheduler = new_scheduler(num_blocks=4, max_model_len=16)
-    begun(scheduler, priority=1)
-    scheduler.propose(A, [51, 52])
-    scheduler.add(new_request("urgent", 12, first=30))
-    plan, _ = step(scheduler)
-    assert (shape(plan), plan.num_preemptions) == ([("urgent", 0, 12)], 1)
-    scheduler.cancel(RequestKey("urgent", 0))
-    plan, _ = step(scheduler)
-    assert [(chunk.num_tokens, chunk.draft_ids) for chunk in plan.chunks] == [(1, ())], "its first block was still there"
-    scheduler.cancel(A)
-    scheduler.propose(A, [51])
-    assert not scheduler.schedule().chunks
+def test_blocks_reserved_for_drafts_come_back_when_there_are_none() -> None:
+    scheduler = new_scheduler(num_blocks=6, max_model_len=20)
+    begun(scheduler)
+    plan = scheduler.schedule()
+    (state,) = scheduler.running
+    assert scheduler.drafts.reserve(state, 12) == 12
+    assert len(state.block_ids) == 5
+    assert scheduler.drafts.extend(plan, [()]) == plan
+    assert len(state.block_ids) == 2
+    scheduler.check()
+
+
+def test_reserved_blocks_are_as_many_as_are_free() -> None:
+    scheduler = new_scheduler(num_blocks=3, max_model_len=12)
+    begun(scheduler)
+    scheduler.schedule()
+    assert scheduler.drafts.reserve(scheduler.running[0], 20) == 7, "three blocks of four slots hold five known tokens"
+
+
+def test_room_for_drafts_is_in_decodes_alone_and_ends_before_the_last_token() -> None:
+    scheduler = new_scheduler()
+    begun(scheduler, max_tokens=4)
+    begun(scheduler, "last", first=20, max_tokens=2)
+    scheduler.add(new_request("prompt", 4, first=40))
+    plan = scheduler.schedule()
+    assert [chunk.state.key.request_id for chunk in plan.chunks] == ["a", "last", "prompt"]
+    assert scheduler.drafts.rooms(plan) == [1, 0, 0], "of its four tokens the first request has two, and the step draws another"
+    assert scheduler.drafts.budget(plan) == 32 - 6
 
 
 def test_tokens_that_nobody_drafted_are_computed_together_in_the_next_step() -> None:
@@ -170,8 +176,7 @@ def test_tokens_that_nobody_drafted_are_computed_together_in_the_next_step() -> 
 def test_step_that_fails_forgets_the_drafts_with_their_request() -> None:
     scheduler = new_scheduler()
     begun(scheduler)
-    scheduler.propose(A, [51, 52, 53])
-    plan: StepPlan = scheduler.schedule()
+    plan: StepPlan = drafted(scheduler, {"a": [51, 52, 53]})
     (progress,) = scheduler.fail_step(plan, "no device")
     scheduler.check()
     assert progress.finish_reason is FinishReason.FAILED
@@ -183,8 +188,7 @@ def test_request_that_is_handed_over_with_its_next_token_gets_no_drafts() -> Non
     begun(scheduler, "before", 5)
     request = replace(new_request("a", 5), wants_handoff=True)
     scheduler.add(request)
-    scheduler.propose(A, [51, 52])
-    plan = scheduler.schedule()
+    plan = drafted(scheduler, {"a": [51, 52]})
     assert [(chunk.state.key, chunk.num_tokens, chunk.is_prefill) for chunk in plan.chunks][-1] == (A, 1, False), (
         "its first block was found"
     )

@@ -85,6 +85,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         decoding = {state.request.key for state in before if state.is_decoding}
         plan = self.scheduler.schedule(self.now_s)
         self._check_pauses(plan, decoding)
+        drafts = st.lists(st.sampled_from([3, 4, 5, EOS]), min_size=1, max_size=8)
+        drafted = [data.draw(drafts) if chunk.state.is_decoding and data.draw(st.booleans()) else [] for chunk in plan.chunks]
+        plan = self.scheduler.drafts.extend(plan, drafted)
         prompts = [state for state in self.scheduler.running if state.request.key not in decoding]
         assert not prompts or any(chunk.state is prompts[0] for chunk in plan.chunks), "the most urgent prompt stands still"
         oldest = min(prompts, key=lambda state: state.arrival_number, default=None)
@@ -93,9 +96,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._check_budget(plan, decoding)
         self._write(plan)
         self._record(self.scheduler.update(plan, [self._new_ids(chunk, data) for chunk in plan.chunks if chunk.samples]))
-        for state in self.scheduler.running:
-            if state.is_decoding and data.draw(st.booleans()):
-                self.scheduler.propose(state.key, data.draw(st.lists(st.sampled_from([3, 4, 5, EOS]), min_size=1, max_size=8)))
 
     def _new_ids(self, chunk: ScheduledChunk, data: st.DataObject) -> list[int]:
         """Some of the drafts, and what the model says behind them."""
