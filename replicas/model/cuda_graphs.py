@@ -132,13 +132,20 @@ class StaticInputs:
         )
 
     def fill(self, step: StepTensors, num_rows: int) -> None:
-        """Copies in a step on the host with at most `num_rows` decodes, and pads it to `num_rows`."""
+        """Copies in a step on the host with at most `num_rows` tokens, each as a row of its own, and pads it to `num_rows`.
+
+        A token and the drafts behind it become several sequences of one token over the same blocks. They find each other's keys and
+        values, because each layer writes those of all rows before its attention reads any.
+        """
         views, num_used, num_blocks = self._host_views, len(step.token_ids_T), step.block_tables_RM.shape[1]
         views.longs_3B[0, :num_used] = step.token_ids_T
         views.longs_3B[1, :num_used] = step.positions_T
         views.longs_3B[2, :num_used] = step.slots_T
-        views.context_lens_B[:num_used] = step.context_lens_R
-        views.block_tables_BM[:num_used, :num_blocks] = step.block_tables_RM
+        views.context_lens_B[:num_used] = step.positions_T + 1
+        tables_RM = step.block_tables_RM
+        if len(tables_RM) < num_used:
+            tables_RM = tables_RM.repeat_interleave(torch.from_numpy(step.arrays.lens_R).long(), dim=0)
+        views.block_tables_BM[:num_used, :num_blocks] = tables_RM
         views.block_tables_BM[:num_used, num_blocks:] = 0
         self.fill_padding(num_used, num_rows)
         self._copy(num_rows)
@@ -175,7 +182,8 @@ class _Views:
 
 
 class GraphedRunner:
-    """Replays steps in which every row is a decode, padded to the next recorded size; the eager runner runs all other steps."""
+    """Replays steps in which every token has logits, as decodes and their drafts have, padded to the next recorded size; the eager
+    runner runs all other steps."""
 
     def __init__(self, eager: ModelRunner, capture: GraphCapture, shape: DecodeShape, device: torch.device) -> None:
         """Records all sizes, the largest first, so that smaller ones reuse its memory. Raises RuntimeError when recording fails, and
@@ -210,11 +218,11 @@ class GraphedRunner:
 
     def _is_graphed(self, step: StepTensors) -> bool:
         arrays, shape = step.arrays, self._shape
-        num_rows = len(arrays.lens_R)
+        num_rows = len(arrays.token_ids_T)
         return (
             arrays.hidden is None
             and num_rows <= shape.max_rows
-            and len(arrays.token_ids_T) == len(arrays.logit_rows_N) == num_rows
+            and len(arrays.logit_rows_N) == num_rows
             and step.max_context_len <= shape.max_context_len
         )
 

@@ -135,6 +135,31 @@ def test_decodes_are_padded_to_the_next_size_and_padding_touches_the_spare_block
     assert result.is_graphed
 
 
+def _with_drafts(contexts: list[int], lens: list[int]) -> StepTensors:
+    """Requests whose last tokens, so many of each, are computed in this step, all with logits."""
+    num_blocks = [-(-context // BLOCK_SIZE) for context in contexts]
+    return StepTensors.from_arrays(
+        StepArrays.with_blocks(
+            token_ids_T=np.arange(5, 5 + sum(lens), dtype=np.int32),
+            lens_R=np.array(lens, dtype=np.int32),
+            context_lens_R=np.array(contexts, dtype=np.int32),
+            blocks=np.arange(sum(num_blocks), dtype=np.int32),
+            logit_rows_N=np.arange(sum(lens), dtype=np.int32),
+            block_size=BLOCK_SIZE,
+        )
+    )
+
+
+def test_drafts_are_replayed_as_rows_of_their_own_over_the_blocks_of_their_request(runner: GraphedRunner, stepping: SteppingRunner) -> None:
+    result = runner.forward(_with_drafts([6, 9], [3, 1]))
+    assert result.is_graphed
+    assert result.logits_NV[:, :2].tolist() == [[5, 3], [6, 4], [7, 5], [8, 8]]
+    (step,) = stepping.steps
+    assert step["context_lens_R"] == [4, 5, 6, 9]
+    assert [row[:3] for row in step["block_tables_RM"]] == [[0, 1, 0], [0, 1, 0], [0, 1, 0], [2, 3, 4]]
+    assert step["slots_T"] == [3, 4, 5, 4 * BLOCK_SIZE]
+
+
 def test_a_small_step_after_a_large_one_leaves_nothing_of_it(runner: GraphedRunner, stepping: SteppingRunner) -> None:
     runner.forward(_decodes([MAX_LEN] * 4))
     runner.forward(_decodes([3, 5, 2]))
@@ -147,6 +172,7 @@ def test_a_small_step_after_a_large_one_leaves_nothing_of_it(runner: GraphedRunn
     "step",
     [
         _decodes([9] * 12),
+        _with_drafts([20, 20], [6, 6]),
         _decodes([4, 5, 6], rows=[0, 2]),
         _decodes([MAX_LEN + 1]),
         StepTensors.from_arrays(
@@ -160,7 +186,7 @@ def test_a_small_step_after_a_large_one_leaves_nothing_of_it(runner: GraphedRunn
             )
         ),
     ],
-    ids=["more rows than recorded", "a row without logits", "longer than the limit", "a prefill among them"],
+    ids=["more rows than recorded", "more drafts than recorded", "a row without logits", "longer than the limit", "a prefill among them"],
 )
 def test_what_is_not_a_recorded_decode_step_runs_eagerly(runner: GraphedRunner, stepping: SteppingRunner, step: StepTensors) -> None:
     result = runner.forward(step)
@@ -206,6 +232,10 @@ def test_decode_steps_of_a_family_can_be_recorded_and_equal_eager_ones(family: s
     step = _decodes([3, 17, 1, 40, 64], token_ids=[5, 6, 7, 8, 9])
     found = runner.forward(step).logits_NV.clone()
     torch.testing.assert_close(found, eager.forward(step).logits_NV, rtol=1e-4, atol=1e-4)
+    drafted = _with_drafts([7, 20], [4, 2])
+    result = runner.forward(drafted)
+    assert result.is_graphed
+    torch.testing.assert_close(result.logits_NV.clone(), eager.forward(drafted).logits_NV, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
