@@ -64,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         default=SimulationConfig().max_urgent_share,
         help="largest share of the work for which decodes step aside for more urgent prompts; 0: never",
     )
+    parser.add_argument("--draft-acceptance", type=float, nargs="+", default=(), help="chances of drafts by depth, e.g. 0.7 0.6 0.5")
+    parser.add_argument("--max-drafts", type=int, default=8, help="most drafts of a request in one step")
     parser.add_argument("--max-wait", type=float, help="reject requests with a longer predicted wait, in seconds")
     parser.add_argument("--no-deadlines", action="store_true", help="requests do not carry their TTFT limit as a deadline")
     parser.add_argument("--seed", type=int, default=0)
@@ -98,6 +100,8 @@ def _simulate(options: argparse.Namespace) -> None:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_mixed_tokens=options.max_num_mixed_tokens,
         max_urgent_share=options.max_urgent_share,
+        draft_acceptance=tuple(options.draft_acceptance),
+        max_drafts=options.max_drafts,
         speedup=options.speedup,
         has_deadlines=not options.no_deadlines,
         seed=options.seed,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from replicas.speculation.step_cost import StepCost
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
@@ -106,6 +108,15 @@ class StepTimer:
             self.model.kv_bytes_per_token * num_context_tokens / self._bytes_per_s,
         )
         return self.device.overhead_s + linear_s + attention_s
+
+    def step_cost(self, max_rows: int) -> StepCost:
+        """The seconds of decode steps by their rows, as an engine measures them at load."""
+        rows = sorted({*range(1, min(max_rows, 16) + 1), *(2**power for power in range(max_rows.bit_length())), max_rows})
+        return StepCost(
+            num_rows=rows,
+            row_s=[self.step_s(num_rows, 0, 0) for num_rows in rows],
+            context_s=self._attention_flops / self._flops_per_s,
+        )
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.block_pool import BlockPool
@@ -15,13 +16,11 @@ from replicas.scheduling.scheduler_config import SchedulerConfig
 from replicas.scheduling.step_plan import StepPlan
 from replicas.scheduling.tier_loads import tier_loads
 from replicas.stats import ReplicaReport, ReplicaStats
+from router.simulator.drafts import OUTPUT_TOKEN, simulated_speculator, verified
 from router.simulator.hardware import StepTimer
 
 _EVENT_CAPACITY = 4_096
 """Enough for the changes between two reports; a replica that exceeds it resyncs, as in production."""
-
-OUTPUT_TOKEN = -1
-"""Every generated token. It differs from all tokens of traces, so generated tokens never match a prompt's prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,13 @@ class SimulatedReplica:
         num_blocks: int,
         block_size: int,
         role: Role = "unified",
+        *,
+        draft_acceptance: Sequence[float] = (),
+        max_drafts: int = 8,
+        seed: int = 0,
     ) -> None:
+        """`draft_acceptance` are the chances that drafts are accepted, by depth; empty: none are made. `max_drafts` is the most of a
+        request and step."""
         self.replica_id = replica_id
         self.model = model
         self.role = role
@@ -53,6 +58,10 @@ class SimulatedReplica:
         self._config = scheduler_config
         self.pool = BlockPool(num_blocks, block_size, KVEventLog(capacity=_EVENT_CAPACITY))
         self.scheduler = Scheduler(scheduler_config, self.pool)
+        max_rows = scheduler_config.max_num_seqs + max_drafts
+        self._speculator = simulated_speculator(
+            draft_acceptance, timer, self.scheduler.drafts, max_rows=max_rows, max_tokens=max_drafts, seed=seed
+        )
         self._plan: StepPlan | None = None
         self._plan_s = 0.0
         self._reported_event = 0
@@ -105,6 +114,8 @@ class SimulatedReplica:
         while self.scheduler.has_work:
             plan = self.scheduler.schedule(now_s)
             if plan.chunks:
+                if self._speculator is not None:
+                    plan = self._speculator.extend(plan)
                 self._plan = plan
                 self._plan_s = self._step_s(plan)
                 return self._plan_s
@@ -119,15 +130,17 @@ class SimulatedReplica:
         assert plan is not None, "no step is under way"
         self._plan = None
         readable = self._lend(plan)
-        num_samples = sum(chunk.samples for chunk in plan.chunks)
-        progress = tuple(self.scheduler.update(plan, [(OUTPUT_TOKEN,)] * num_samples))
+        progress = self.scheduler.update(plan, [verified(chunk) for chunk in plan.chunks if chunk.samples])
+        if self._speculator is not None:
+            progress = self._speculator.observe(plan, progress)
         self.busy_s += self._plan_s
         num_prefill = plan.num_prefill_tokens
         self._statistics.add(
             StepOutput(
-                progress=progress,
+                progress=tuple(progress),
                 num_prefill_tokens=num_prefill,
                 num_decode_tokens=plan.num_tokens - num_prefill,
+                num_drafts=sum(len(chunk.draft_ids) for chunk in plan.chunks),
                 num_preemptions=plan.num_preemptions,
                 num_paused=plan.num_paused,
                 cuts_a_prompt=plan.cuts_a_prompt,
@@ -135,7 +148,7 @@ class SimulatedReplica:
             )
         )
         self.has_changed = True
-        return SimulatedStep(progress=progress, readable=readable)
+        return SimulatedStep(progress=tuple(progress), readable=readable)
 
     def request_full_state(self) -> None:
         """Makes the next report list every block, because the router missed events."""
@@ -181,6 +194,8 @@ class SimulatedReplica:
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
+            drafts=() if self._speculator is None else self._speculator.statistics(),
+            speculation_gain=None if self._speculator is None else self._speculator.controller.predicted_gain,
         )
 
     def _lend(self, plan: StepPlan) -> tuple[tuple[RequestKey, int], ...]:

@@ -65,6 +65,11 @@ class SimulationConfig:
     tpot_limit_s: float = 0.1
     has_deadlines: bool = True
     """Whether requests carry their TTFT limit as a deadline."""
+    draft_acceptance: tuple[float, ...] = ()
+    """Chances that a replica's first draft is accepted, the second if the first was, and so on, the last for all behind it. Empty: no
+    speculation. How many are drafted is decided by the engine's controller, from the cost of rows on the device."""
+    max_drafts: int = 8
+    """Most drafts of a request in one step."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -72,6 +77,10 @@ class SimulationConfig:
             raise ValueError(f"num_prefill_replicas must leave one of {self.num_replicas} to decode, got {self.num_prefill_replicas}")
         if not 0 <= self.max_urgent_share < 1:
             raise ValueError(f"max_urgent_share must be at least 0 and below 1, got {self.max_urgent_share}")
+        if any(not 0 <= chance <= 1 for chance in self.draft_acceptance):
+            raise ValueError(f"draft_acceptance must be chances from 0 to 1, got {self.draft_acceptance}")
+        if self.max_drafts < 1:
+            raise ValueError(f"max_drafts must be at least 1, got {self.max_drafts}")
         if self.transfer_bytes_per_s <= 0:
             raise ValueError(f"transfer_bytes_per_s must be above 0, got {self.transfer_bytes_per_s}")
 
@@ -134,7 +143,18 @@ class Simulation:
         for number, role in enumerate(roles):
             settings = prefill_config if role == "prefill" else scheduler_config
             replica_id = f"r{number:0{width}}"
-            self._replicas[replica_id] = SimulatedReplica(replica_id, "model", timer, settings, config.num_blocks, config.block_size, role)
+            self._replicas[replica_id] = SimulatedReplica(
+                replica_id,
+                "model",
+                timer,
+                settings,
+                config.num_blocks,
+                config.block_size,
+                role,
+                draft_acceptance=config.draft_acceptance,
+                max_drafts=config.max_drafts,
+                seed=config.seed + number,
+            )
         self._targets: dict[RequestKey, tuple[GenerationRequest, SimulatedReplica]] = {}  # pairs: request and its decode replica
         token_s = timer.model.kv_bytes_per_token / config.transfer_bytes_per_s
         self._handoffs = SimulatedHandoffs(token_s, self._at, self._wake)
