@@ -15,6 +15,7 @@ from replicas.llm_output import CompletionOutput, RequestOutput
 from replicas.process.deferred_interrupt import DeferredInterrupt
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, TokenLogprob
 from replicas.sampling_params import SamplingParams
+from replicas.speculation_config import SpeculationConfig, from_vllm, speculation_of
 from replicas.step_engine import StepEngine
 from replicas.text.text_stream import TextStream
 from replicas.text.tokenizer import ChatTemplateError, Tokenizer
@@ -41,16 +42,25 @@ class LLM:
         enable_prefix_caching: bool = True,
         mode: Literal["unified", "disaggregated"] = "unified",
         decode_settings: Mapping[str, Any] | None = None,
+        speculation: SpeculationConfig | Mapping[str, Any] | str | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         """Loads `model`, a Hugging Face id or folder; None is the default model. `settings` are further fields of
         `EngineConfig`. In mode disaggregated one engine computes the prompts and a second one continues from their KV, as
-        two pools of a cluster would; `decode_settings` are the fields in which the second differs. Raises ValueError naming
-        the setting that is wrong."""
+        two pools of a cluster would; `decode_settings` are the fields in which the second differs. `speculation` is a method such as
+        "suffix", or settings of `SpeculationConfig`; `speculative_config` is vLLM's spelling of it. Raises ValueError naming the
+        setting that is wrong."""
         if mode not in ("unified", "disaggregated"):
             raise ValueError(f"mode must be unified or disaggregated, got {mode!r}")
         if decode_settings and mode == "unified":
             raise ValueError("decode_settings are for mode 'disaggregated'; a unified engine has one set of settings")
+        if speculation is not None and speculative_config is not None:
+            raise ValueError("speculative_config means the same as speculation; leave one of them out")
+        if speculation is not None:
+            settings["speculation"] = speculation_of(speculation)
+        if speculative_config is not None:
+            settings["speculation"] = from_vllm(speculative_config)
         known = {one.name for one in fields(EngineConfig)}
         if unknown := sorted((settings.keys() | (decode_settings or {}).keys()) - known):
             raise ValueError(f"LLM has no setting {', '.join(unknown)}; allowed are {', '.join(sorted(known))}")

@@ -19,5 +19,8 @@ class ChoiceDelta:
     """One per prompt token after the first, in the first delta of each choice, when the request asks for them."""
     num_cached_tokens: int = 0
     """Prompt tokens that the replica found cached."""
+    num_accepted_predicted: int = 0
+    num_rejected_predicted: int = 0
+    """What became of predicted tokens, see `RequestProgress`."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

@@ -163,6 +163,8 @@ class ChoiceRun:
                     logprobs=tuple(delta.logprobs),
                     prompt_logprobs=progress.prompt_logprobs,
                     num_cached_tokens=progress.num_cached_tokens,
+                    num_accepted_predicted=progress.num_accepted_predicted,
+                    num_rejected_predicted=progress.num_rejected_predicted,
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,
                 )

@@ -64,6 +64,7 @@ class ChoiceStreams:
         self._num_tokens = [0] * prepared.num_choices  # of each choice
         self._first_token_s: dict[int, float] = {}  # choice -> when its first tokens were taken
         self._num_cached = [0] * len(prepared.requests)  # by prompt: the most tokens that a choice found cached
+        self._num_predicted = [0, 0]  # accepted, rejected
 
     @property
     def usage(self) -> Usage:
@@ -72,6 +73,8 @@ class ChoiceStreams:
             num_prompt_tokens=self._prepared.num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_cached_tokens=sum(self._num_cached),
+            num_accepted_predicted=self._num_predicted[0],
+            num_rejected_predicted=self._num_predicted[1],
         )
 
     async def __aenter__(self) -> ChoiceStreams:
@@ -112,6 +115,8 @@ class ChoiceStreams:
                 self._emit(FirstToken(at_s=self._first_token_s[delta.index]))
         self._num_output_tokens += len(delta.token_ids)
         self._num_tokens[delta.index] += len(delta.token_ids)
+        self._num_predicted[0] += delta.num_accepted_predicted
+        self._num_predicted[1] += delta.num_rejected_predicted
         if delta.num_cached_tokens:
             position = delta.index // self._prepared.params.n
             self._num_cached[position] = max(self._num_cached[position], delta.num_cached_tokens)

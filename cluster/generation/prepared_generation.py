@@ -55,10 +55,12 @@ def prepare_generation(
     cache_salt: str = "",
     stream: bool = False,
     is_prompt_only: bool = False,
+    speculates: bool = True,
+    predicted_ids: tuple[int, ...] = (),
 ) -> PreparedGeneration:
     """Makes the requests of tokenized and checked prompts, with the rights in `context`. Draws a seed when the client gave none.
 
-    `asked_priority` is the priority in the body.
+    `asked_priority` is the priority in the body. `predicted_ids` are drafts for every choice.
     """
     seed = secrets.randbits(63) if params.seed is None else params.seed
     priority = context.priority(asked_priority)
@@ -75,6 +77,8 @@ def prepare_generation(
             arrival_s=context.arrival_s,
             deadline_s=None if target is None or target.ttft_s is None else context.arrival_s + target.ttft_s,
             trace_context=context.trace_context,
+            speculates=speculates,
+            predicted_ids=predicted_ids,
         )
         for index, prompt in enumerate(prompts)
     )

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.settings.latency_targets import LatencyTarget, check_targets
 from cluster.settings.pool_config import Mode, PlacementStrategy, PoolConfig, ResolvedPool, resolved_pool
+from cluster.settings.vllm_spellings import in_own_words
 from replicas.engine_config import EngineConfig, Role
 from replicas.model.default_model import DEFAULT_MODEL_NAME
 from router.config import RouterConfig
@@ -133,7 +134,11 @@ class _Args(BaseModel):
 def read_config(args: Mapping[str, Any]) -> ClusterConfig:
     """The cluster that `args` (the `args:` of the Serve application) describe. Raises ConfigError."""
     try:
-        parsed = _args_model(ClusterConfig).model_validate(dict(args))
+        args = in_own_words(args)
+    except ValueError as error:
+        raise ConfigError(f"args: {error}") from error
+    try:
+        parsed = _args_model(ClusterConfig).model_validate(args)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
     try:

@@ -114,6 +114,7 @@ class DisaggregatedEngine:
             progress=tuple(progress),
             num_prefill_tokens=sum(o.num_prefill_tokens for o in outputs),
             num_decode_tokens=sum(o.num_decode_tokens for o in outputs),
+            num_drafts=sum(o.num_drafts for o in outputs),
             num_preemptions=sum(o.num_preemptions for o in outputs),
             num_paused=sum(o.num_paused for o in outputs),
             step_s=sum(o.step_s for o in outputs),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from replicas.request import StepOutput
-from replicas.stats import ReplicaStats
+from replicas.stats import DraftStats, ReplicaStats
 
 # Name -> (help text, its value from the statistics). All have the tags model, replica, role, runner and quantization.
 GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
@@ -21,6 +21,10 @@ GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     ),
     "manta_kv_blocks_cached": ("KV blocks that a prefix can find", lambda stats: stats.num_cached_blocks),
     "manta_prefill_tokens_per_second": ("Measured prefill rate", lambda stats: stats.prefill_tokens_per_s or 0.0),
+    "manta_speculation_expected_gain": (
+        "Tokens per second that drafts are expected to give, over those without; 1 where none are worth their time",
+        lambda stats: stats.speculation_gain or 1.0,
+    ),
     "manta_kv_leases": ("Leases under which other replicas may read KV here", lambda stats: stats.handoffs.num_leases),
     "manta_kv_transfer_tokens_per_second": (
         "Measured rate of KV received from other replicas",
@@ -51,6 +55,17 @@ COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_kv_transfer_overlap_seconds": ("Seconds of KV transfer before the prefill ended", lambda stats: stats.handoffs.overlap_s),
 }
 
+# Name -> (help text, its values by method, and by depth where "depth" is a label). They have the further tags of DRAFT_LABELS.
+DRAFT_COUNTERS: Mapping[str, tuple[str, Callable[[DraftStats], Mapping[str, int]]]] = {
+    "manta_speculation_passes": ("Steps of a request that verified drafts", lambda drafts: {"": drafts.num_passes}),
+    "manta_speculation_drafted_tokens": ("Drafts verified", lambda drafts: {"": drafts.num_drafted}),
+    "manta_speculation_accepted_tokens": (
+        "Drafts accepted, by depth: 1 is the first draft of a step",
+        lambda drafts: {str(depth): count for depth, count in enumerate(drafts.accepted_by_depth, start=1)},
+    ),
+}
+DRAFT_LABELS = ("method", "depth")
+
 STEP_SECONDS = "manta_step_seconds"
 STEP_SECONDS_BOUNDS = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 
@@ -60,6 +75,9 @@ class MetricSink(Protocol):
 
     def set_gauge(self, name: str, value: float) -> None: ...
     def add_counter(self, name: str, value: float) -> None: ...
+    def add_draft_counter(self, name: str, value: float, method: str, depth: str) -> None:
+        """`depth` is empty for counters that are not by depth."""
+
     def observe_step(self, seconds: float) -> None: ...
 
 
@@ -69,6 +87,7 @@ class EngineMetrics:
     def __init__(self, sink: MetricSink) -> None:
         self._sink = sink
         self._exported: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self._exported_drafts: dict[tuple[str, str, str], int] = {}  # name, method, depth -> value
 
     def export(self, stats: ReplicaStats) -> None:
         for name, (_, value_of) in GAUGES.items():
@@ -78,6 +97,13 @@ class EngineMetrics:
             if count > self._exported[name]:
                 self._sink.add_counter(name, count - self._exported[name])
                 self._exported[name] = count
+        for drafts in stats.drafts:
+            for name, (_, counts_of) in DRAFT_COUNTERS.items():
+                for depth, num in counts_of(drafts).items():
+                    label = (name, drafts.method, depth)
+                    if new := num - self._exported_drafts.get(label, 0):
+                        self._sink.add_draft_counter(name, new, drafts.method, depth)
+                        self._exported_drafts[label] = num
 
     def note_step(self, output: StepOutput) -> None:
         if output.step_s > 0:  # 0 for a step that only reported endings

@@ -44,7 +44,7 @@ class StepStatistics:
         if output.num_paused:
             return  # neither a decode-only step nor what a request sees for which nobody steps aside
         if output.num_prefill_tokens == 0:
-            self._decode_step_s = smoothed(self._decode_step_s, output.step_s)
+            self._decode_step_s = smoothed(self._decode_step_s, output.step_s * _steps_per_token(output))
         elif output.cuts_a_prompt and output.num_decode_tokens:
             # The prompt was held back for decodes: this is the rate that a waiting request sees.
             self._prefill_tokens_per_s = smoothed(self._prefill_tokens_per_s, output.num_prefill_tokens / output.step_s)
@@ -71,3 +71,10 @@ class StepStatistics:
             num_cancelled=ended[FinishReason.CANCELLED],
             num_failed=ended[FinishReason.FAILED],
         )
+
+
+def _steps_per_token(output: StepOutput) -> float:
+    """Below 1 where drafts gave requests several tokens in this step of decodes."""
+    num_requests = output.num_decode_tokens - output.num_drafts
+    num_tokens = sum(len(progress.token_ids) for progress in output.progress)
+    return min(1.0, num_requests / num_tokens) if output.num_drafts and num_tokens else 1.0

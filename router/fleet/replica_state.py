@@ -225,6 +225,8 @@ class ReplicaState:
             "prefill_tokens_per_s": round(self.rates.prefill_tokens_per_s, 1),
             "decode_step_s": round(self.rates.decode_step_s, 5),
             "transfer_tokens_per_s": round(self.rates.transfer_tokens_per_s, 1),
+            "tokens_per_pass": {one.method: round(1 + one.num_accepted / one.num_passes, 2) for one in stats.drafts if one.num_passes},
+            "speculation_gain": None if stats.speculation_gain is None else round(stats.speculation_gain, 3),
         }
 
     def _estimate_s(self, now_s: float) -> float:

@@ -1,4 +1,4 @@
-"""An engine without a model: it says the prompt back, token by token, then ends. Scheduler and block pool are the real ones."""
+"""An engine without a model: it says the prompt back, token by token, then ends. Scheduler, block pool and drafts are the real ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from replicas.model_description import ModelDescription
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, StepOutput, TokenLogprob
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.scheduler_config import SchedulerConfig
+from replicas.scheduling.step_plan import ScheduledChunk
+from replicas.speculation.prediction import PredictionProposer
 from replicas.stats import ReplicaStats
 from replicas.step_engine import KVChanges
+from tests.scripted_proposer import eager_speculator
 
 BLOCK_SIZE = 16
 LOGPROB = -0.5
@@ -44,6 +47,7 @@ class EchoEngine:
             eos_token_ids=frozenset({eos_token_id}),
         )
         self.scheduler = Scheduler(config, self.pool)
+        self.speculator = eager_speculator(self.scheduler.drafts, PredictionProposer())
         self.gate = threading.Event()
         self.gate.set()
         self.close_gate_after: int | None = None
@@ -79,6 +83,7 @@ class EchoEngine:
         plan = self.scheduler.schedule()
         if not plan.chunks:
             return StepOutput(progress=tuple(self.scheduler.take_ended()))
+        plan = self.speculator.extend(plan)
         sampling = [chunk.state for chunk in plan.chunks if chunk.samples]
         first = {state.request.key: state.request for state in sampling if state.num_output_tokens == 0}
         token_ids = [self._next(state.request, state.num_output_tokens) for state in sampling]
@@ -92,7 +97,9 @@ class EchoEngine:
             if self.tokens_left < 0:
                 raise OSError("the fake engine dies, as its test wants")
         errors = {index: "the model gave NaN" for index, token_id in enumerate(token_ids) if token_id == self._failing_token_id}
-        progress = self.scheduler.update(plan, [[token_id] for token_id in token_ids], errors)
+        chunks = [chunk for chunk in plan.chunks if chunk.samples]
+        drawn = [self._verified(chunk, token_id) for chunk, token_id in zip(chunks, token_ids, strict=True)]
+        progress = self.speculator.observe(plan, self.scheduler.update(plan, drawn, errors))
         wants = {state.request.key: state.request.params.logprobs for state in sampling}
         return StepOutput(
             progress=tuple(_with_prompt_logprobs(_with_logprobs(item, wants.get(item.key)), first.get(item.key)) for item in progress),
@@ -126,6 +133,15 @@ class EchoEngine:
     def close(self) -> None:
         for state in [*self.scheduler.running, *self.scheduler.waiting]:
             self.scheduler.cancel(state.request.key)
+
+    def _verified(self, chunk: ScheduledChunk, token_id: int) -> list[int]:
+        """The next token, and those behind drafts that are right."""
+        drawn = [token_id]
+        for draft_id in chunk.draft_ids:
+            if draft_id != drawn[-1] or draft_id in chunk.state.stop_token_ids:
+                break
+            drawn.append(self._next(chunk.state.request, chunk.state.num_output_tokens + len(drawn)))
+        return drawn
 
     def _next(self, request: GenerationRequest, position: int) -> int:
         """With ignore_eos the prompt is said again and again."""

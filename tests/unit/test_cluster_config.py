@@ -13,6 +13,7 @@ from cluster.settings.config import ConfigError, ModelConfig, read_config, read_
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.settings.limits import RequestLimits
 from replicas.engine_config import EngineConfig, ParallelConfig
+from replicas.speculation_config import SpeculationConfig
 from router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +41,20 @@ def test_args_reach_the_frozen_classes() -> None:
     assert config.router.tenant_weights == {"acme": 2.0}
     assert config.gateway.limits == RequestLimits(max_n=3)
     assert config.gateway.failover.max_deaths == 5
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ({"speculation": {"method": "suffix", "max_tokens": 4}}, SpeculationConfig(method="suffix", max_tokens=4)),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}, SpeculationConfig(method="ngram", max_tokens=5)),
+        ({}, SpeculationConfig()),
+    ],
+)
+def test_speculation_is_taken_in_either_spelling(engine: dict[str, Any], expected: SpeculationConfig) -> None:
+    assert read_config({"models": [{"name": "a", "engine": engine}]}).models[0].engine.speculation == expected
+    pools = read_config(_disaggregated(decode={"engine": engine})).models[0].pools
+    assert [pool.engine.speculation for pool in pools] == [SpeculationConfig(), expected]
 
 
 def _disaggregated(**keys: Any) -> dict[str, Any]:
@@ -207,6 +222,30 @@ def test_shipped_config_is_valid(path: str) -> None:
         (
             _disaggregated(decode={"num_cpus": 0, "engine": {"tensor_parallel_size": 2}}),
             "args: models[0].decode.num_cpus or num_gpus must be above 0 for each rank",
+        ),
+        (
+            {"models": [{"name": "a", "engine": {"speculation": {"method": "magic"}}}]},
+            "args: models[0].engine.speculation.method: input should be 'none', 'auto', 'ngram'",
+        ),
+        (
+            {"models": [{"name": "a", "engine": {"speculation": {"method": "eagle"}}}]},
+            "args: models[0].engine.speculation.method 'eagle' needs model: the folder",
+        ),
+        (
+            {"models": [{"name": "a", "engine": {"speculation": {"max_token": 3}}}]},
+            "args: models[0].engine.speculation.max_token: unknown key; did you mean 'max_tokens'?",
+        ),
+        (
+            _disaggregated(decode={"engine": {"speculative_config": {"method": "mtp"}}}),
+            "args: models[0].decode.engine.speculative_config.method must be one of ngram",
+        ),
+        (
+            {"models": [{"name": "a", "engine": {"speculative_config": {"method": "ngram"}, "speculation": {}}}]},
+            "args: models[0].engine.speculative_config: means the same as speculation; leave one of them out",
+        ),
+        (
+            {"models": [{"name": "a", "engine": {"speculative_config": 5}}]},
+            "args: models[0].engine.speculative_config: must be a mapping, got 5",
         ),
         (_disaggregated(decode={"num_cpus": -1}), "args: models[0].decode.num_cpus and num_gpus must be at least 0, got -1.0 and 0.0"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from replicas.engine.metrics import EngineMetrics
 from replicas.request import StepOutput
-from replicas.stats import HandoffStats, ReplicaStats
+from replicas.stats import DraftStats, HandoffStats, ReplicaStats
 
 
 class _Sink:
@@ -18,6 +18,10 @@ class _Sink:
 
     def add_counter(self, name: str, value: float) -> None:
         self.counters[name] = self.counters.get(name, 0) + value
+
+    def add_draft_counter(self, name: str, value: float, method: str, depth: str) -> None:
+        label = f"{name} {method} {depth}".rstrip()
+        self.counters[label] = self.counters.get(label, 0) + value
 
     def observe_step(self, seconds: float) -> None:
         self.steps.append(seconds)
@@ -59,3 +63,25 @@ def test_each_step_is_observed_once() -> None:
     sink = _Sink()
     EngineMetrics(sink).note_step(StepOutput(step_s=0.25))
     assert sink.steps == [0.25]
+
+
+def test_drafts_are_counted_by_method_and_depth() -> None:
+    sink = _Sink()
+    metrics = EngineMetrics(sink)
+    for num in (1, 3):
+        drafts = (
+            DraftStats(method="suffix", num_passes=4 * num, num_drafted=9 * num, num_accepted=3 * num, accepted_by_depth=(2 * num, num)),
+            DraftStats(method="prediction", num_passes=num, num_drafted=num),
+        )
+        metrics.export(ReplicaStats(drafts=drafts, speculation_gain=1.3))
+    assert {name: count for name, count in sink.counters.items() if "speculation" in name} == {
+        "manta_speculation_passes suffix": 12,
+        "manta_speculation_drafted_tokens suffix": 27,
+        "manta_speculation_accepted_tokens suffix 1": 6,
+        "manta_speculation_accepted_tokens suffix 2": 3,
+        "manta_speculation_passes prediction": 3,
+        "manta_speculation_drafted_tokens prediction": 3,
+    }
+    assert sink.gauges["manta_speculation_expected_gain"] == 1.3
+    metrics.export(ReplicaStats())
+    assert sink.gauges["manta_speculation_expected_gain"] == 1.0

@@ -289,6 +289,20 @@ def test_llm_bad_setting_is_refused_by_name():
         LLM(max_num_seqs=0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculation": "magic"}, "speculation.method must be one of none, auto, ngram"),
+        ({"speculation": {"depth": 3}}, "speculation has no setting depth; allowed are method"),
+        ({"speculative_config": {"method": "mtp"}}, "speculative_config.method must be one of ngram"),
+        ({"speculation": "ngram", "speculative_config": {"method": "ngram"}}, "leave one of them out"),
+    ],
+)
+def test_llm_bad_speculation_is_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(**settings)
+
+
 def test_progress_bar_counts_prompts(llm, capsys):
     llm.generate(["a", "b"], SamplingParams(n=2))
     assert "2/2" in capsys.readouterr().err

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from replicas.engine.step_statistics import StepStatistics
-from replicas.request import StepOutput
+from replicas.request import RequestKey, RequestProgress, StepOutput
 from replicas.stats import SMOOTHING
 
 
@@ -53,3 +53,14 @@ def test_short_prompt_beside_many_decodes_says_nothing_of_the_prefill_rate() -> 
     whole = StepOutput(num_prefill_tokens=16, num_decode_tokens=32, step_s=0.05)
     assert _rate_after(whole) is None
     assert _rate_after(ALONE, whole) == pytest.approx(1600.0)
+
+
+def test_decode_seconds_are_those_of_a_token_when_drafts_give_several() -> None:
+    def tokens(*nums: int) -> tuple[RequestProgress, ...]:
+        return tuple(RequestProgress(key=RequestKey(f"r{i}", 0), attempt=0, token_ids=(7,) * num) for i, num in enumerate(nums))
+
+    statistics = StepStatistics()
+    statistics.add(StepOutput(progress=tokens(1, 1), num_decode_tokens=2, step_s=0.01))
+    assert statistics.snapshot().decode_step_s == pytest.approx(0.01)
+    statistics.add(StepOutput(progress=tokens(4, 2), num_decode_tokens=10, num_drafts=8, step_s=0.015))  # 0.005 for each of two tokens
+    assert statistics.snapshot().decode_step_s == pytest.approx(0.01 + SMOOTHING * (0.005 - 0.01))

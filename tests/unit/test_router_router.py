@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from replicas.stats import TierLoad
+from replicas.stats import DraftStats, TierLoad
 from router.config import PolicyName
 from router.snapshot import Decision, Rejection
 from tests.reachable import reachable
@@ -232,6 +232,13 @@ def test_booking_that_nobody_releases_ends_with_its_lease() -> None:
     model = router.describe(61.0)["m"]
     assert isinstance(model, dict)
     assert model["num_bookings"] == 0
+
+
+def test_view_of_a_replica_shows_what_its_drafts_gave() -> None:
+    router = make_router()
+    drafts = (DraftStats(method="suffix", num_passes=4, num_drafted=12, num_accepted=6), DraftStats(method="ngram"))
+    router.apply_report(report(drafts=drafts, speculation_gain=1.25), 0.0)
+    assert (state_of(router)["tokens_per_pass"], state_of(router)["speculation_gain"]) == ({"suffix": 2.5}, 1.25)
 
 
 def test_release_before_any_report_takes_the_load_away() -> None:

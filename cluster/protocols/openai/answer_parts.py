@@ -89,7 +89,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "audio_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": usage.num_accepted_predicted,
+            "rejected_prediction_tokens": usage.num_rejected_predicted,
         },
     }

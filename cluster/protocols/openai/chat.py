@@ -47,6 +47,12 @@ class ParsedChat(BodyCall[ChatCompletionRequest]):
             )
         except TextTooLong as error:
             raise far_over_context("messages", model) from error
+        predicted_ids: list[int] = []
+        if body.prediction is not None and body.prediction.content:
+            try:
+                predicted_ids = await model.encode(body.prediction.content, add_special_tokens=False, limit=model.description.max_model_len)
+            except TextTooLong as error:
+                raise far_over_context("prediction", model) from error
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         form = prepare(
             body,
@@ -57,6 +63,7 @@ class ParsedChat(BodyCall[ChatCompletionRequest]):
             prompt_param="messages",
             max_tokens=max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            predicted_ids=tuple(predicted_ids),
         )
         return FormCall(form=form, events=ChatEvents, whole=ChatAnswer)
 

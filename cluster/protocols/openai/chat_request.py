@@ -17,7 +17,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": ("none",),
@@ -98,12 +97,21 @@ class ChatMessage(WireModel):
         return message
 
 
+class Prediction(WireModel):
+    """`PredictionContent`: what the client expects as the answer."""
+
+    type: Literal["content"]
+    content: Annotated[Any, BeforeValidator(_content)]
+
+
 class ChatCompletionRequest(GenerationFields):
     """See `CreateChatCompletionRequest` of OpenAI's description; the last three fields are extensions, as vLLM names them."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
+    prediction: Prediction | None = None
+    """Drafts of the answer, used where the model's engine speculates. They change its speed alone."""
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
     add_generation_prompt: bool | None = None

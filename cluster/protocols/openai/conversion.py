@@ -30,6 +30,7 @@ def prepare(
     logprobs: int | None,
     echoes: tuple[str, ...] = (),
     echoed_logprobs: int | None = None,
+    predicted_ids: tuple[int, ...] = (),
 ) -> AnswerForm:
     """Checks tokenized prompts against the model. `prompt_param` is their name on the wire. Raises BadRequest."""
     room = min(_room(prompt, prompt_param, max_tokens, model) for prompt in prompts)
@@ -49,6 +50,8 @@ def prepare(
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
         is_prompt_only=is_prompt_only,
+        speculates=body.speculation != "off",
+        predicted_ids=predicted_ids,
     )
     return AnswerForm(
         generation=generation,

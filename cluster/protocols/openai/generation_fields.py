@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -103,6 +103,8 @@ class GenerationFields(WireModel):
     """Alternatives for each prompt token; the answer then has a list `prompt_logprobs`."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     skip_special_tokens: bool | None = None
+    speculation: Literal["auto", "off"] | None = None
+    """off: no tokens are drafted for this request. The answer is the same."""
     stop_token_ids: list[TokenId] | None = None
     top_k: int | None = Field(default=None, ge=-1, le=_MAX_COUNT)
     """0 or -1 keep every token."""
