@@ -3,7 +3,8 @@
 Usage: python -m tests.bench.neighbours [OTHER_CHECKOUT] [--rounds 5] [--neighbours 0 1 2] [--workloads SINGLE B16] [--set K=V]
 
 Each neighbour is an endless loop in a session of its own. Every round runs each workload beside each number of neighbours, the checkouts
-in turns, each after a moment to settle; the table has the median tokens/s and its share of the quiet machine's. Run it on an otherwise idle machine.
+in turns, each after a moment to settle; the table has the median tokens/s and its share of the quiet machine's. Run it on an otherwise
+idle machine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tqdm import tqdm
 
 from tests.bench.machine import hardware_line
 from tests.bench.paired import REPOSITORY, WORKLOADS, Checkout, settings_of
+
 
 @contextmanager
 def neighbours(num: int) -> Iterator[None]:
