@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from replicas.grammar_spec import GrammarSpec
+
 MAX_LOGPROBS = 20
 
 
@@ -13,7 +15,7 @@ MAX_LOGPROBS = 20
 class SamplingParams:
     """Sampling settings of one request, checked on construction.
 
-    Filters apply in the order repetition/presence/frequency penalties, logit_bias, temperature, top_k, top_p, min_p
+    Filters apply in the order repetition/presence/frequency penalties, logit_bias, grammar, temperature, top_k, top_p, min_p
     (the order of transformers' logits warpers), and each filter sees the distribution renormalised by the one before.
     """
 
@@ -51,6 +53,8 @@ class SamplingParams:
     seed: int | None = None
     """The same seed, prompt and settings give the same tokens, whatever else is in the batch (float32)."""
     skip_special_tokens: bool = True
+    grammar: GrammarSpec | None = None
+    """What the text must follow; tokens that would leave it have probability zero. A text that is complete ends with "stop"."""
 
     def __post_init__(self) -> None:
         least = 1 if self.prompt_logprobs is None else 0

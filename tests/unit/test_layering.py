@@ -20,7 +20,7 @@ TORCH_MODULES = frozenset(
     for path in (ROOT / folder).rglob("*.py")
     if any(line.startswith(("import torch", "from torch")) for line in path.read_text().splitlines())
 )
-TORCH_FREE_PREFIXES = ("cluster", "router", "replicas.text")
+TORCH_FREE_PREFIXES = ("cluster", "router", "replicas.grammar", "replicas.text")
 TORCH_FREE_MODULES = (
     "kvcache.block_pool",
     "kvcache.events",
@@ -34,6 +34,7 @@ TORCH_FREE_MODULES = (
     "replicas.model.default_model",
     "replicas.engine_config",
     "replicas.engine.metrics",
+    "replicas.grammar_spec",
     "replicas.process.logs",
     "replicas.model_description",
     "replicas.handoff.paired_progress",
@@ -130,7 +131,7 @@ ROOMS = {
     "router": ("deployment", "simulator", "live", "router", "model_router", "waiting", "policies", "fleet"),
     "replicas": (
         "deployment", "llm", "serve", "engine", "speculation", "ranks", "handoff", "model", "sharding", "linear", "attention", "scheduling",
-        "sampling", "native", "text", "process",
+        "sampling", "grammar", "native", "text", "process",
     ),
 }  # fmt: skip
 """Folders of each package, and the modules that stand above some of them, in the order in which a request walks. An import goes
