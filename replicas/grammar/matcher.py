@@ -24,8 +24,10 @@ class GrammarMatcher(Protocol):
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Goes on by one token. False if it is not allowed, which leaves an `error`. An EOS token may be given where the text `may_end`;
-        it counts as a token for `rollback`."""
+        """Goes on by one token. False if its text is not allowed, which leaves an `error`. An EOS token may be given where the text
+        `may_end`; it counts as a token for `rollback`.
+
+        Takes every token that `fill` allows, and also the other ways to cut an allowed text into tokens."""
         ...
 
     def accept_all(self, token_ids: Sequence[int]) -> int:

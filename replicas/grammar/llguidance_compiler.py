@@ -1,0 +1,117 @@
+"""Compiles grammars with llguidance for one vocabulary."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import llguidance
+import numpy as np
+
+from replicas.grammar.big_stack import BigStackThread
+from replicas.grammar.compiler import GrammarError, GrammarStatistics
+from replicas.grammar.llguidance_matcher import LLGuidanceMatcher
+from replicas.grammar.llguidance_text import grammar_text, one_line, parser_limits
+from replicas.grammar.matcher import GrammarMatcher
+from replicas.grammar.vocabulary import without_special_names
+from replicas.grammar_spec import GrammarSpec
+
+DEFAULT_MAX_CACHED = 64
+
+
+class LLGuidanceCompiler:
+    """A `GrammarCompiler`. Owns the vocabulary as llguidance reads it (built at the first grammar, some tenths of a second), the compiled
+    grammars that were used last, and the thread on which it compiles, one grammar at a time."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        num_rows: int,
+        eos_token_ids: Collection[int],
+        *,
+        max_cached: int = DEFAULT_MAX_CACHED,
+        now_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`tokenizer_json` is the text of a Hugging Face tokenizer.json; `num_rows` is the number of logits, at least the vocabulary's
+        size: rows behind it are never allowed. Raises ValueError without EOS tokens, since no text could end."""
+        if not eos_token_ids:
+            raise ValueError("eos_token_ids must name at least one token: a text under a grammar ends with it")
+        self._tokenizer_json = tokenizer_json
+        self._num_rows = num_rows
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_cached = max_cached
+        self._now_s = now_s
+        self._thread = BigStackThread("grammar-compiler")
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._masters: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # spec key -> never advanced, least recently used first
+        self._statistics = GrammarStatistics()
+
+    def matcher(self, spec: GrammarSpec, *, max_tokens: int | None = None) -> GrammarMatcher:
+        key = spec.key
+        master = self._cached(key)
+        if master is None:
+            master = self._thread.call(lambda: self._compiled(spec, key))
+        return LLGuidanceMatcher(master.deep_copy(), (self._num_rows + 31) // 32, self._eos_token_ids)
+
+    def statistics(self) -> GrammarStatistics:
+        with self._lock:
+            return self._statistics
+
+    def close(self) -> None:
+        """Ends the thread; `matcher` must not be called any more."""
+        self._thread.close()
+
+    def _cached(self, key: str) -> llguidance.LLMatcher | None:
+        with self._lock:
+            master = self._masters.get(key)
+            if master is not None:
+                self._masters.move_to_end(key)
+                self._statistics = replace(self._statistics, num_cache_hits=self._statistics.num_cache_hits + 1)
+            return master
+
+    def _compiled(self, spec: GrammarSpec, key: str) -> llguidance.LLMatcher:
+        """On the compiler's thread. Raises GrammarError."""
+        master = self._cached(key)  # two callers may have waited for the same grammar
+        if master is not None:
+            return master
+        start_s = self._now_s()
+        try:
+            master = self._compile(spec)
+        except GrammarError:
+            self._count(start_s, is_refused=True)
+            raise
+        self._count(start_s, is_refused=False)
+        with self._lock:
+            self._masters[key] = master
+            while len(self._masters) > self._max_cached:
+                self._masters.popitem(last=False)
+        return master
+
+    def _compile(self, spec: GrammarSpec) -> llguidance.LLMatcher:
+        grammar = grammar_text(spec)
+        if self._tokenizer is None:
+            self._tokenizer = llguidance.LLTokenizer(
+                without_special_names(self._tokenizer_json), n_vocab=self._num_rows, eos_token=sorted(self._eos_token_ids)
+            )
+        master = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        if not master.is_error():
+            # The first mask is the dearest, and some grammars that are too complex show it only here.
+            row = np.zeros((self._num_rows + 31) // 32, dtype=np.int32)
+            master.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if master.is_error():
+            raise GrammarError(one_line(master.get_error()))
+        return master
+
+    def _count(self, start_s: float, is_refused: bool) -> None:
+        seconds = self._now_s() - start_s
+        with self._lock:
+            self._statistics = replace(
+                self._statistics,
+                num_compiles=self._statistics.num_compiles + 1,
+                compile_s=self._statistics.compile_s + seconds,
+                num_refused=self._statistics.num_refused + is_refused,
+            )

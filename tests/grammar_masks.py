@@ -1,0 +1,45 @@
+"""Rows of a grammar's mask as sets of tokens, and a compiler for the default model's vocabulary."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from replicas.grammar.llguidance_compiler import LLGuidanceCompiler
+from replicas.grammar.matcher import GrammarMatcher
+
+EOS = 2
+NUM_ROWS = 49_152
+
+
+@cache
+def default_compiler(model_dir: Path) -> LLGuidanceCompiler:
+    """Of the default model, whose chat ends with <|im_end|>."""
+    return LLGuidanceCompiler((model_dir / "tokenizer.json").read_text(), NUM_ROWS, {EOS}, max_cached=512)
+
+
+@cache
+def default_backend(model_dir: Path) -> Tokenizer:
+    """The independent reference: Hugging Face's own tokenizer."""
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+
+def token_ids(backend: Tokenizer, text: str) -> list[int]:
+    return list(backend.encode(text, add_special_tokens=False).ids)
+
+
+def allowed_tokens(matcher: GrammarMatcher, num_rows: int = NUM_ROWS) -> frozenset[int]:
+    row = np.zeros((num_rows + 31) // 32, dtype=np.int32)
+    matcher.fill(row)
+    return frozenset(np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0].tolist())
+
+
+def refused_at(matcher: GrammarMatcher, ids: list[int]) -> int | None:
+    """Gives the tokens through mask and matcher, as an engine would. The number of the first one that either forbids; None: all pass."""
+    for place, token_id in enumerate(ids):
+        if token_id not in allowed_tokens(matcher) or not matcher.accept(token_id):
+            return place
+    return None
