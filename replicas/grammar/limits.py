@@ -22,8 +22,8 @@ class GrammarLimits:
     """Nesting of JSON."""
     max_literal_bytes: int = 4 * 1024
     """Of one string that the answer must contain as it is (`const`, `enum`, names of properties, choices)."""
-    max_allof_patterns: int = 8
-    """Patterns that one `allOf` joins, at any depth: their product is one automaton."""
+    max_joined_patterns: int = 8
+    """Patterns that `allOf` and `$ref` join in one string: their product is one automaton."""
     max_marker_chars: int = 64
     """Of `begins_after`."""
 

@@ -126,7 +126,7 @@ def test_formats_of_http_are_imported_only_by_the_protocols() -> None:
 
 ROOMS = {
     "cluster": (
-        "app", "gateway", "local", "serve", "web", "protocols", "telemetry", "generation", "models", "principal", "settings",
+        "app", "gateway", "local", "serve", "web", "protocols", "telemetry", "generation", "models", "grammar", "principal", "settings",
     ),
     "router": ("deployment", "simulator", "live", "router", "model_router", "waiting", "policies", "fleet"),
     "replicas": (
