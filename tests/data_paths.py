@@ -16,6 +16,8 @@ MOONCAKE_SYNTHETIC = "traces/mooncake_synthetic_trace.jsonl"
 AZURE_CONVERSATION = "traces/azure_llm_2023_conv.csv"
 OPENAI_DESCRIPTION = "api/openai_openapi_core.json"
 OPENAI_EXAMPLES = "api/openai_examples.jsonl"
+MASKBENCH = "json_schema/maskbench_sample.jsonl"
+JSON_SCHEMA_SUITE = "json_schema/json-schema-test-suite/tests/draft2020-12/type.json"
 
 _SOURCES = {
     MOONCAKE_CONVERSATION: "FAST25-release/traces/conversation_trace.jsonl of github.com/kvcache-ai/Mooncake",
@@ -23,6 +25,8 @@ _SOURCES = {
     AZURE_CONVERSATION: "data/AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset",
     OPENAI_DESCRIPTION: "the OpenAPI description of github.com/openai/openai-openapi, as JSON",
     OPENAI_EXAMPLES: "the example exchanges of the same description: path, method, title, request, response",
+    MASKBENCH: "maskbench/data of github.com/guidance-ai/jsonschemabench, one JSON object a line: id, schema, tests",
+    JSON_SCHEMA_SUITE: "tests/draft2020-12 of github.com/json-schema-org/JSON-Schema-Test-Suite, all its files",
 }
 
 

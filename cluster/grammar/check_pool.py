@@ -14,7 +14,8 @@ from cluster.failures import Unavailable
 from cluster.grammar.check_turns import CheckTurns, Turn
 from cluster.grammar.check_worker import CheckProcessDied, CheckWorker
 from cluster.grammar.verdict_cache import Verdict, VerdictCache
-from replicas.grammar.checks import CheckedGrammar
+from replicas.grammar.checking.checks import CheckedGrammar
+from replicas.grammar.checking.limits import GrammarLimits, check_sizes
 from replicas.grammar.compiler import GrammarError
 from replicas.grammar_spec import GrammarKind, GrammarSpec
 
@@ -71,16 +72,18 @@ class GrammarCheckPool:
         self._num_workers = 0  # idle or checking
         self._starts: dict[Turn, asyncio.Future[None]] = {}  # a waiting check -> done when its turn comes
         self._checks: dict[str, asyncio.Task[Verdict]] = {}  # key of a verdict -> the check that will find it
+        self._is_closed = False
         self._killings: set[asyncio.Task[None]] = set()
 
     def warm_up(self) -> None:
         """Starts the processes; does not wait until they are ready."""
-        while self._num_workers < self._limits.num_processes:
+        while self._num_workers < self._limits.num_processes and not self._is_closed:
             self._idle.appendleft(self._make_worker())
             self._num_workers += 1
 
     async def admit(self, spec: GrammarSpec, *, tenant: str, drops_unsupported: bool = False) -> CheckedGrammar:
         """The grammar as replicas get it. Raises GrammarError for one that cannot be enforced, Unavailable while too many checks wait."""
+        check_sizes(spec, GrammarLimits())  # a text of megabytes goes no further
         key = f"{spec.key}:{drops_unsupported}"
         verdict = self._cache.get(key)
         if verdict is None:
@@ -97,6 +100,8 @@ class GrammarCheckPool:
         return CheckedGrammar(spec=replace(spec, kind=kind, text=text), dropped=verdict.dropped)
 
     async def close(self) -> None:
+        """Ends all checks and processes; `admit` must not be called any more."""
+        self._is_closed = True
         for check in list(self._checks.values()):
             check.cancel()
         await asyncio.gather(*self._checks.values(), return_exceptions=True)

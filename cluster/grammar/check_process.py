@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from replicas.grammar.big_stack import BigStackThread
-from replicas.grammar.checks import GrammarChecker
+from replicas.grammar.checking.checks import GrammarChecker
 from replicas.grammar.compiler import GrammarError
 from replicas.grammar_spec import GrammarKind, GrammarSpec
 

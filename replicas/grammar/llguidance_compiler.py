@@ -11,15 +11,24 @@ from dataclasses import replace
 import llguidance
 import numpy as np
 
+from replicas.grammar.begin_marker import BeginMarker
 from replicas.grammar.big_stack import BigStackThread
 from replicas.grammar.compiler import GrammarError, GrammarStatistics
+from replicas.grammar.ending_matcher import EndingMatcher
+from replicas.grammar.json_ending import JsonEnding
 from replicas.grammar.llguidance_matcher import LLGuidanceMatcher
 from replicas.grammar.llguidance_text import grammar_text, one_line, parser_limits
+from replicas.grammar.marked_matcher import MarkedMatcher
 from replicas.grammar.matcher import GrammarMatcher
-from replicas.grammar.vocabulary import without_special_names
-from replicas.grammar_spec import GrammarSpec
+from replicas.grammar.token_rows import TokenRows
+from replicas.grammar.vocabulary import special_token_names, without_special_names
+from replicas.grammar_spec import GrammarKind, GrammarSpec
 
 DEFAULT_MAX_CACHED = 64
+_MAX_MARKERS = 16
+_FREE_SHARE = 0.75
+"""Part of `max_tokens` after which a JSON text is brought to its end."""
+_JSON = frozenset([GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT])
 
 
 class LLGuidanceCompiler:
@@ -49,13 +58,26 @@ class LLGuidanceCompiler:
         self._lock = threading.Lock()
         self._masters: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # spec key -> never advanced, least recently used first
         self._statistics = GrammarStatistics()
+        self._ending: JsonEnding | None = None  # with the vocabulary
+        self._markers: dict[str, BeginMarker] = {}  # text -> its marker; a model has one, clients may name others
 
     def matcher(self, spec: GrammarSpec, *, max_tokens: int | None = None) -> GrammarMatcher:
         key = spec.key
         master = self._cached(key)
         if master is None:
             master = self._thread.call(lambda: self._compiled(spec, key))
-        return LLGuidanceMatcher(master.deep_copy(), (self._num_rows + 31) // 32, self._eos_token_ids)
+        if spec.begins_after is None:
+            return self._behind(master, spec, max_tokens, 0)
+        marker = self._thread.call(lambda: self._marker(spec.begins_after or ""))
+        return MarkedMatcher(marker, lambda num_before: self._behind(master, spec, max_tokens, num_before))
+
+    def _behind(self, master: llguidance.LLMatcher, spec: GrammarSpec, max_tokens: int | None, num_before: int) -> GrammarMatcher:
+        """A matcher that begins after `num_before` tokens of the answer."""
+        assert self._ending is not None, "the vocabulary is read before the first grammar"
+        matcher = LLGuidanceMatcher(master.deep_copy(), (self._num_rows + 31) // 32, self._eos_token_ids)
+        if max_tokens is None or spec.kind not in _JSON:
+            return matcher
+        return EndingMatcher(matcher, self._ending, int(_FREE_SHARE * max_tokens) - num_before)
 
     def statistics(self) -> GrammarStatistics:
         with self._lock:
@@ -93,11 +115,7 @@ class LLGuidanceCompiler:
 
     def _compile(self, spec: GrammarSpec) -> llguidance.LLMatcher:
         grammar = grammar_text(spec)
-        if self._tokenizer is None:
-            self._tokenizer = llguidance.LLTokenizer(
-                without_special_names(self._tokenizer_json), n_vocab=self._num_rows, eos_token=sorted(self._eos_token_ids)
-            )
-        master = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        master = llguidance.LLMatcher(self._vocabulary(), grammar, log_level=0, limits=parser_limits())
         if not master.is_error():
             # The first mask is the dearest, and some grammars that are too complex show it only here.
             row = np.zeros((self._num_rows + 31) // 32, dtype=np.int32)
@@ -105,6 +123,27 @@ class LLGuidanceCompiler:
         if master.is_error():
             raise GrammarError(one_line(master.get_error()))
         return master
+
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        if self._tokenizer is None:
+            tokenizer = llguidance.LLTokenizer(
+                without_special_names(self._tokenizer_json), n_vocab=self._num_rows, eos_token=sorted(self._eos_token_ids)
+            )
+            names = {token_id: name.encode() for token_id, name in special_token_names(self._tokenizer_json).items()}
+            token_bytes = [names.get(token_id) or tokenizer.decode_bytes([token_id]) for token_id in range(self._num_rows)]
+            self._ending = JsonEnding(TokenRows(token_bytes, self._num_rows, self._eos_token_ids))
+            self._tokenizer = tokenizer
+        return self._tokenizer
+
+    def _marker(self, text: str) -> BeginMarker:
+        """On the compiler's thread."""
+        assert self._ending is not None, "the grammar was compiled before"
+        marker = self._markers.get(text)
+        if marker is None:
+            if len(self._markers) >= _MAX_MARKERS:
+                self._markers.clear()
+            marker = self._markers[text] = BeginMarker(text, self._ending.tokens)
+        return marker
 
     def _count(self, start_s: float, is_refused: bool) -> None:
         seconds = self._now_s() - start_s

@@ -9,10 +9,11 @@ import llguidance
 
 from replicas.grammar.compiler import GrammarError
 from replicas.grammar.lark import checked_lark
-from replicas.grammar.schema_checks import OPTIONS_KEY
 from replicas.grammar.structural_tags import lark_of_tags, parse_tags
 from replicas.grammar_spec import GrammarKind, GrammarSpec
 
+OPTIONS_KEY = "x-guidance"
+"""A key of a schema through which options of llguidance are set; it can turn every check off."""
 _STRICT = {"lenient": False, "coerce_one_of": False}
 COMPACT = {**_STRICT, "whitespace_flexible": False}
 SPACED = {**_STRICT, "whitespace_pattern": r"[ \n\t]{1,20}"}

@@ -6,12 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from replicas.grammar.checking.json_schema import Path, pointer, referenced, subschemas
+from replicas.grammar.checking.limits import GrammarLimits, check_regex
 from replicas.grammar.compiler import GrammarError
-from replicas.grammar.json_schema import Path, pointer, referenced, subschemas
-from replicas.grammar.limits import GrammarLimits, check_regex
-
-OPTIONS_KEY = "x-guidance"
-"""A key of a schema through which options of llguidance are set; it can turn every check off."""
+from replicas.grammar.llguidance_text import OPTIONS_KEY
 
 
 def parse_schema(text: str, limits: GrammarLimits) -> dict[str, Any]:

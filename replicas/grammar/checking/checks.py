@@ -6,13 +6,13 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from replicas.grammar.checking.limits import GrammarLimits, check_regex, check_sizes
+from replicas.grammar.checking.reduction import Reduction, described
+from replicas.grammar.checking.schema_checks import check_schema, parse_schema
+from replicas.grammar.checking.trial import Trial
 from replicas.grammar.compiler import GrammarError
-from replicas.grammar.limits import GrammarLimits, check_regex, check_sizes
 from replicas.grammar.llguidance_text import grammar_text, lark_of_gbnf, parse_choices, refusal
-from replicas.grammar.reduction import Reduction, described
-from replicas.grammar.schema_checks import check_schema, parse_schema
 from replicas.grammar.structural_tags import parse_tags
-from replicas.grammar.trial import Trial
 from replicas.grammar_spec import GrammarKind, GrammarSpec
 
 
