@@ -68,7 +68,8 @@ class LLGuidanceCompiler:
             master = self._thread.call(lambda: self._compiled(spec, key))
         if spec.begins_after is None:
             return self._behind(master, spec, max_tokens, 0)
-        marker = self._thread.call(lambda: self._marker(spec.begins_after or ""))
+        text = spec.begins_after
+        marker = self._markers.get(text) or self._thread.call(lambda: self._marker(text))
         return MarkedMatcher(marker, lambda num_before: self._behind(master, spec, max_tokens, num_before))
 
     def _behind(self, master: llguidance.LLMatcher, spec: GrammarSpec, max_tokens: int | None, num_before: int) -> GrammarMatcher:
@@ -125,10 +126,13 @@ class LLGuidanceCompiler:
         return master
 
     def _vocabulary(self) -> llguidance.LLTokenizer:
+        """Raises GrammarError for a tokenizer whose tokens cannot be told as bytes."""
         if self._tokenizer is None:
-            tokenizer = llguidance.LLTokenizer(
-                without_special_names(self._tokenizer_json), n_vocab=self._num_rows, eos_token=sorted(self._eos_token_ids)
-            )
+            renamed = without_special_names(self._tokenizer_json)
+            try:
+                tokenizer = llguidance.LLTokenizer(renamed, n_vocab=self._num_rows, eos_token=sorted(self._eos_token_ids))
+            except ValueError as error:
+                raise GrammarError(f"this model's tokenizer cannot be used with grammars: {one_line(str(error))}") from error
             names = {token_id: name.encode() for token_id, name in special_token_names(self._tokenizer_json).items()}
             token_bytes = [names.get(token_id) or tokenizer.decode_bytes([token_id]) for token_id in range(self._num_rows)]
             self._ending = JsonEnding(TokenRows(token_bytes, self._num_rows, self._eos_token_ids))
