@@ -39,7 +39,9 @@ def allowed_tokens(matcher: GrammarMatcher, num_rows: int = NUM_ROWS) -> frozens
 
 def refused_at(matcher: GrammarMatcher, ids: list[int]) -> int | None:
     """Gives the tokens through mask and matcher, as an engine would. The number of the first one that either forbids; None: all pass."""
+    row = np.zeros((NUM_ROWS + 31) // 32, dtype=np.int32)
     for place, token_id in enumerate(ids):
-        if token_id not in allowed_tokens(matcher) or not matcher.accept(token_id):
+        matcher.fill(row)
+        if not row[token_id // 32] >> token_id % 32 & 1 or not matcher.accept(token_id):
             return place
     return None

@@ -8,8 +8,9 @@ from typing import Any
 import llguidance
 
 from replicas.grammar.compiler import GrammarError
-from replicas.grammar.lark import checked_lark
-from replicas.grammar.structural_tags import lark_of_tags, parse_tags
+from replicas.grammar.languages.lark import checked_lark
+from replicas.grammar.languages.schema_formats import with_exact_formats
+from replicas.grammar.languages.structural_tags import lark_of_tags, parse_tags
 from replicas.grammar_spec import GrammarKind, GrammarSpec
 
 OPTIONS_KEY = "x-guidance"
@@ -107,13 +108,16 @@ def _of_regex(pattern: str) -> str:
 
 def _of_schema(text: str, options: dict[str, Any]) -> str:
     try:
+        schema = json.loads(text) if '"format"' in text else None
+        if isinstance(schema, dict):
+            text = json.dumps(with_exact_formats(schema))
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GrammarError(f"JSON schema: {one_line(str(error))}") from error
 
 
 def _of_lark(text: str, options: dict[str, Any]) -> str:
     def rewrite(schema: dict[str, Any], where: str) -> dict[str, Any]:
-        return {**without_options(schema, where), OPTIONS_KEY: options}
+        return {**with_exact_formats(without_options(schema, where)), OPTIONS_KEY: options}
 
     return llguidance.LLMatcher.grammar_from_lark(checked_lark(text, rewrite))

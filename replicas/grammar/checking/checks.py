@@ -11,8 +11,8 @@ from replicas.grammar.checking.reduction import Reduction, described
 from replicas.grammar.checking.schema_checks import check_schema, parse_schema
 from replicas.grammar.checking.trial import Trial
 from replicas.grammar.compiler import GrammarError
+from replicas.grammar.languages.structural_tags import parse_tags
 from replicas.grammar.llguidance_text import grammar_text, lark_of_gbnf, parse_choices, refusal
-from replicas.grammar.structural_tags import parse_tags
 from replicas.grammar_spec import GrammarKind, GrammarSpec
 
 

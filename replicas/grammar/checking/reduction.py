@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from replicas.grammar.checking.json_schema import Path, pointer, subschemas
 from replicas.grammar.compiler import GrammarError
+from replicas.grammar.languages.json_schema import Path, pointer, subschemas
 
 MAX_TRIALS = 200
 """Compiles for one reduction. Most take a millisecond; the process that checks bounds their time."""

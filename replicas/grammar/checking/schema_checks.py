@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from replicas.grammar.checking.json_schema import Path, pointer, referenced, subschemas
 from replicas.grammar.checking.limits import GrammarLimits, check_regex
 from replicas.grammar.compiler import GrammarError
+from replicas.grammar.languages.json_schema import Path, pointer, referenced, subschemas
 from replicas.grammar.llguidance_text import OPTIONS_KEY
 
 

@@ -21,10 +21,9 @@ _DEFINITIONS = frozenset(["$defs", "definitions"])
 
 
 def subschemas(root: Mapping[str, Any], *, with_definitions: bool) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Every schema that is an object, with its path, the root first.
+    """Every schema that is an object and that the root reaches, with its path, the root first.
 
-    `with_definitions`: in the order of the text, the definitions too. Without: those that the root reaches, following references
-    within it, each once.
+    Each once, following references within the document, wherever they point. `with_definitions`: also definitions that nothing refers to.
     """
     seen: set[int] = set()
     pending: list[tuple[Path, Any]] = [((), root)]
@@ -36,7 +35,7 @@ def subschemas(root: Mapping[str, Any], *, with_definitions: bool) -> Iterator[t
         yield path, schema
         found = list(_children(path, schema, with_definitions))
         reference = schema.get("$ref")
-        if not with_definitions and isinstance(reference, str):
+        if isinstance(reference, str):
             target = referenced(root, reference)
             if target is not None:
                 found.append(target)
