@@ -35,6 +35,15 @@ class TraceContext(NamedTuple):
     tracestate: str = ""
 
 
+class FailureCause(StrEnum):
+    """Why a request FAILED where the cause lies in the request; the error is then written for its client."""
+
+    GRAMMAR_REFUSED = "grammar_refused"
+    """Its grammar cannot be compiled here. No token was generated."""
+    GRAMMAR_BROKEN = "grammar_broken"
+    """Its grammar reached a limit in the middle of the text."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One generation, complete in itself: any replica can start it, or continue it from `output_ids`.
@@ -121,6 +130,8 @@ class RequestProgress:
     """Of the request's `predicted_ids`, those that were drafted and accepted since the last progress."""
     num_rejected_predicted: int = 0
     """The same, drafted and refused."""
+    failure_cause: FailureCause | None = None
+    """None: the reason is not in the request, and `error` is for the log."""
     handoff: KVHandoff | None = None
     """Sent once for each request with `wants_handoff`, as soon as its first chunk is computed: pulling may begin."""
 

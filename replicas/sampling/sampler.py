@@ -22,7 +22,7 @@ from replicas.native.thread_team import without_torch_threads
 from replicas.request import TokenLogprob
 from replicas.sampling.native_draw import MAX_TEMPERATURE, MIN_TEMPERATURE, NativeDraw
 from replicas.sampling.philox import uniforms
-from replicas.sampling.sampling_state import SamplingState
+from replicas.sampling.sampling_state import SamplingState, Words
 from replicas.sampling_params import MAX_LOGPROBS
 
 _CHUNK_ELEMENTS = 1 << 24
@@ -145,8 +145,11 @@ class Sampler:
             token_R[sampled] = _draw(_take(work_RV, sampled), [states[i] for i in sampled])
         for i, token_id in enumerate(token_R.tolist()):
             token_ids[rows[i]] = token_id
+            mask = states[i].mask
             if is_bad[i]:
                 errors[rows[i]] = BAD_LOGITS
+            elif mask is not None and mask.error is not None:  # what it allows then means nothing
+                errors[rows[i]] = mask.error
             elif best[i] == -math.inf:
                 errors[rows[i]] = _NONE_ALLOWED
             elif not math.isfinite(best[i]):
@@ -204,18 +207,29 @@ def _apply_bias(work_RV: Tensor, states: Sequence[SamplingState]) -> None:
 
 
 def _apply_suppression(work_RV: Tensor, states: Sequence[SamplingState]) -> None:
-    pairs = [(row, token_id) for row, state in enumerate(states) for token_id in state.suppressed_ids if 0 <= token_id < work_RV.shape[1]]
+    """Rows with a mask are left out: there the mask knows whether a suppressed token is the only one left."""
+    free = [(row, state.suppressed_ids) for row, state in enumerate(states) if state.mask is None]
+    pairs = [(row, token_id) for row, suppressed_ids in free for token_id in suppressed_ids if 0 <= token_id < work_RV.shape[1]]
     if pairs:
         row_N, id_N = torch.tensor(pairs, device=work_RV.device).unbind(-1)
         work_RV[row_N, id_N] = -math.inf
 
 
 def _apply_masks(work_RV: Tensor, states: Sequence[SamplingState]) -> None:
+    """Only rows with a mask are touched."""
     for row, state in enumerate(states):
         if state.mask is not None:
-            allowed_V = np.ones(work_RV.shape[1], dtype=np.bool_)
-            state.mask.fill(allowed_V)
-            work_RV[row].masked_fill_(~torch.from_numpy(allowed_V).to(work_RV.device), -math.inf)
+            forbidden_V = _forbidden(state.allowed_words(), work_RV.shape[1], work_RV.device)
+            work_RV[row].masked_fill_(forbidden_V, -math.inf)
+
+
+def _forbidden(words_W: Words, vocab_size: int, device: torch.device) -> Tensor:
+    """Bools [V], True for tokens without a bit. Bits, not bools, travel to a device."""
+    if device.type == "cpu":
+        bits_V = np.unpackbits(~words_W.view(np.uint8), bitorder="little", count=vocab_size)
+        return torch.from_numpy(bits_V.view(np.bool_))
+    words_W1 = torch.from_numpy(words_W).to(device)[:, None]
+    return ((words_W1 >> torch.arange(32, device=device, dtype=torch.int32)) & 1).flatten()[:vocab_size] == 0
 
 
 def _draw(work_SV: Tensor, states: Sequence[SamplingState]) -> Tensor:

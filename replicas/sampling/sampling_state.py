@@ -16,15 +16,34 @@ _MIN_REPETITION, _MAX_REPETITION = 1e-30, 1e30
 """Bounds of a factor that keeps logits finite in float32; beyond them repeated tokens are all or nothing anyway."""
 
 
+Words = npt.NDArray[np.int32]
+"""One bit a token, the lowest bit of the first word for token 0."""
+
+
 class LogitsMask(Protocol):
     """Which tokens may come next (a grammar). It advances with each token of the request, and can be rolled back."""
+
+    @property
+    def must_end(self) -> bool:
+        """Whether the text is complete, so that no token can follow."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why the mask cannot continue, in words for the client; the request must then fail. It stays once it is set."""
+        ...
 
     def advance(self, token_id: int) -> None: ...
 
     def rollback(self, num_tokens: int) -> None: ...
 
-    def fill(self, allowed_V: npt.NDArray[np.bool_]) -> None:
-        """Sets the entries of forbidden tokens to False; all are True on entry."""
+    def words(self) -> Words:
+        """Has a bit for each token that may come next: W = ceil(V / 32) words, valid until the request grows or shrinks. Computed by the
+        first call; another thread may make that call while the owner makes none. Meaningless if `error` is set afterwards."""
+        ...
+
+    def forced_tokens(self) -> Sequence[int]:
+        """Tokens that come next whatever the model says, perhaps none."""
         ...
 
 
@@ -36,7 +55,8 @@ class SamplingState:
     """
 
     __slots__ = (
-        "_bias", "_counts", "_is_plain_greedy", "_num_prompt_tokens", "_suppressed_early", "_token_ids", "choice", "mask", "params", "seed",
+        "_bias", "_counts", "_is_plain_greedy", "_num_prompt_tokens", "_suppressed_early", "_token_ids", "choice", "eos_token_ids", "mask",
+        "params", "seed",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +70,7 @@ class SamplingState:
         self.mask = mask
         self._token_ids = token_ids
         self._num_prompt_tokens = len(request.prompt_ids)
+        self.eos_token_ids = eos_token_ids
         self._suppressed_early = tuple(sorted(eos_token_ids | frozenset(params.stop_token_ids))) if params.min_tokens else ()
         self._bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None  # built on first use, like the counts
         self._counts: _TokenCounts | None = None
@@ -77,6 +98,25 @@ class SamplingState:
     def edits_logits(self) -> bool:
         """Whether penalties, bias, suppression or a mask change the model's logits before the next token is drawn."""
         return self.params.has_penalties or bool(self.params.logit_bias) or self.mask is not None or bool(self.suppressed_ids)
+
+    @property
+    def must_end(self) -> bool:
+        """Whether the grammar allows no further token, or cannot tell."""
+        return self.mask is not None and (self.mask.must_end or self.mask.error is not None)
+
+    def allowed_words(self) -> Words:
+        """The mask's words without EOS under `ignore_eos`, and without the suppressed tokens. If no token would be left, the mask alone
+        decides: a complete text may end before `min_tokens`, and its EOS is not ignored."""
+        assert self.mask is not None, "only a request with a grammar has a mask"
+        words = self.mask.words()
+        hidden = frozenset(self.suppressed_ids) | (self.eos_token_ids if self.params.ignore_eos else frozenset())
+        if not hidden:
+            return words
+        left = words.view(np.uint32).copy()
+        for token_id in hidden:
+            if token_id < 32 * len(left):
+                left[token_id // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % 32))
+        return left.view(np.int32) if left.any() else words
 
     def follow(self, token_id: int) -> None:
         """Advances counts and grammar: the request's tokens now end with `token_id`."""

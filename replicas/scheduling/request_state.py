@@ -27,8 +27,8 @@ class RequestState:
 
     __slots__ = (
         "arrival_number", "awaits_load", "block_ids", "chain", "decodes_from", "is_loading", "key", "max_num_tokens",
-        "num_cached_tokens", "num_computed_tokens", "num_preemptions", "num_scored", "num_to_score", "prompt_logprobs", "request",
-        "sampling", "status", "stop_token_ids", "token_ids",
+        "num_cached_tokens", "num_computed_tokens", "num_forced_tokens", "num_preemptions", "num_scored", "num_to_score",
+        "prompt_logprobs", "request", "sampling", "status", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +53,7 @@ class RequestState:
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.num_cached_tokens = 0
+        self.num_forced_tokens = 0  # output tokens of this attempt that the grammar forced, none of them drawn
         self.num_preemptions = 0
         self.num_to_score = len(request.prompt_ids) - 1 if request.wants_prompt_logprobs else 0  # leading positions, for prompt_logprobs
         self.num_scored = 0  # of num_to_score, those whose logits were read; a preemption keeps it

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from kvcache.block_pool import BlockPool
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected
 from replicas.sampling.sampling_state import LogitsMask
+from replicas.scheduling.acceptance import accepted_length
 from replicas.scheduling.block_tables import BlockTables
 from replicas.scheduling.draft_slots import DraftSlots
+from replicas.scheduling.new_tokens import CANCELLED, Ending, failure, take_tokens
 from replicas.scheduling.prompt_budget import PromptBudget
 from replicas.scheduling.request_state import RequestState, RequestStatus
 from replicas.scheduling.scheduler_config import SchedulerConfig
@@ -48,6 +50,8 @@ class Scheduler:
             self._tables, min(config.max_num_batched_tokens, config.max_num_mixed_tokens or config.max_num_batched_tokens)
         )
         self._num_arrivals = 0
+        self.num_forced_tokens = 0
+        """Tokens that grammars forced, of all requests so far; this number only grows."""
 
     @property
     def running(self) -> Sequence[RequestState]:
@@ -63,28 +67,11 @@ class Scheduler:
 
     def add(self, request: GenerationRequest, mask: LogitsMask | None = None) -> RequestState:
         """Accepts a request; `mask` is its grammar, if any. Raises RequestRejected if it can never run here, not for a full cache."""
-        num_prompt = len(request.prompt_ids)
-        if num_prompt == 0:
-            raise RequestRejected("the prompt is empty")
-        params = request.params
-        if num_prompt + (0 if params.max_tokens == 0 else 1) > self.config.max_model_len:
-            raise RequestRejected(
-                f"the prompt has {num_prompt} tokens; with at least one to generate, max_model_len {self.config.max_model_len} is exceeded"
-            )
-        if request.key in self._states:
-            raise RequestRejected(f"request {request.request_id!r} choice {request.choice} is already running")
-        if request.wants_prompt_logprobs and (request.wants_handoff or request.handoff is not None):
-            raise RequestRejected("prompt_logprobs are computed by one engine alone: a handoff brings KV without logits")
-        max_num_tokens = self.config.max_model_len
-        if params.max_tokens is not None:
-            max_num_tokens = min(max_num_tokens, num_prompt + params.max_tokens)
-        if num_prompt + len(request.output_ids) >= max_num_tokens and (request.output_ids or params.max_tokens != 0):
-            raise RequestRejected(f"output_ids already holds {len(request.output_ids)} tokens: nothing is left to generate")
         state = RequestState(
             request,
             arrival_number=self._num_arrivals,
             chain=self._tables.chain(request),
-            max_num_tokens=max_num_tokens,
+            max_num_tokens=self.accepted_length(request),
             eos_token_ids=self.config.eos_token_ids,
             mask=mask,
         )
@@ -92,6 +79,12 @@ class Scheduler:
         self._states[request.key] = state
         insort(self._waiting, state, key=_urgency)
         return state
+
+    def accepted_length(self, request: GenerationRequest) -> int:
+        """Number of tokens at which the request would end. Raises RequestRejected for what `add` cannot accept."""
+        if request.key in self._states:
+            raise RequestRejected(f"request {request.request_id!r} choice {request.choice} is already running")
+        return accepted_length(request, self.config.max_model_len)
 
     def expect_load(self, key: RequestKey) -> None:
         """Marks a waiting request whose KV comes from another replica: once admitted, it computes nothing until `end_load`."""
@@ -124,13 +117,13 @@ class Scheduler:
         state.num_computed_tokens = max(num_computed, state.num_computed_tokens)
         return self._append(state, new_ids) if new_ids else None
 
-    def cancel(self, key: RequestKey) -> bool:
+    def cancel(self, key: RequestKey, ending: Ending = CANCELLED) -> bool:
         """Ends a request between two steps and frees its blocks at once; False if it already ended."""
         state = self._states.get(key)
         if state is None:
             return False
         self._end(state)
-        self._ended.append(self._progress(state, finish_reason=FinishReason.CANCELLED))
+        self._ended.append(self._progress(state, ending))
         return True
 
     def schedule(self, now_s: float = 0.0) -> StepPlan:
@@ -184,7 +177,7 @@ class Scheduler:
             if errors and index in errors:
                 self.pool.forget(state.block_ids)  # its KV may be the cause
                 self._end(state)
-                progress.append(self._progress(state, finish_reason=FinishReason.FAILED, error=errors[index]))
+                progress.append(self._progress(state, failure(state, errors[index])))
             else:
                 progress.append(self._append(state, new_ids, chunk.draft_ids))
         return progress
@@ -195,7 +188,7 @@ class Scheduler:
         self.pool.forget(plan.published)
         for chunk in plan.chunks:
             self._end(chunk.state)
-            progress.append(self._progress(chunk.state, finish_reason=FinishReason.FAILED, error=error))
+            progress.append(self._progress(chunk.state, Ending(FinishReason.FAILED, error=error)))
         return progress
 
     def take_ended(self) -> list[RequestProgress]:
@@ -285,27 +278,17 @@ class Scheduler:
 
     def _append(self, state: RequestState, new_ids: Sequence[int], draft_ids: Sequence[int] = ()) -> RequestProgress:
         """Appends new tokens up to the one that ends the request. `draft_ids` are the drafts that the step computed at their positions."""
-        num_known = len(state.token_ids)
-        reason: FinishReason | None = None
-        stop_token_id: int | None = None
-        if num_known >= state.max_num_tokens:  # max_tokens is 0: the request only scores its prompt
-            new_ids, reason = (), FinishReason.LENGTH
-        for token_id in new_ids:
-            state.append(token_id)
-            if token_id in state.stop_token_ids and state.num_output_tokens > state.request.params.min_tokens:
-                reason, stop_token_id = FinishReason.STOP, token_id
-                break
-            if len(state.token_ids) >= state.max_num_tokens:
-                reason = FinishReason.LENGTH
-                break
+        num_known, num_forced = len(state.token_ids), state.num_forced_tokens
+        ending = take_tokens(state, new_ids)
+        self.num_forced_tokens += state.num_forced_tokens - num_forced
         if draft_ids:
             self._keep_accepted(state, num_known, draft_ids)
         taken = tuple(state.token_ids[num_known:])
-        if reason is None and state.request.wants_handoff:
-            reason = FinishReason.HANDOFF
-        if reason is not None:
+        if ending is None and state.request.wants_handoff:
+            ending = Ending(FinishReason.HANDOFF)
+        if ending is not None:
             self._end(state)
-        return self._progress(state, token_ids=taken, finish_reason=reason, stop_token_id=stop_token_id)
+        return self._progress(state, ending, token_ids=taken)
 
     def _keep_accepted(self, state: RequestState, num_known: int, draft_ids: Sequence[int]) -> None:
         """Counts the drafts as computed that equal the tokens behind the first `num_known`, and publishes the blocks that they fill."""
@@ -340,22 +323,16 @@ class Scheduler:
         return bisect_left(queue, state.urgency, key=_urgency)
 
     @staticmethod
-    def _progress(
-        state: RequestState,
-        *,
-        token_ids: tuple[int, ...] = (),
-        finish_reason: FinishReason | None = None,
-        stop_token_id: int | None = None,
-        error: str | None = None,
-    ) -> RequestProgress:
+    def _progress(state: RequestState, ending: Ending | None, *, token_ids: tuple[int, ...] = ()) -> RequestProgress:
         return RequestProgress(
             key=state.key,
             attempt=state.request.attempt,
             token_ids=token_ids,
-            finish_reason=finish_reason,
-            stop_token_id=stop_token_id,
+            finish_reason=ending.reason if ending else None,
+            stop_token_id=ending.stop_token_id if ending else None,
             num_cached_tokens=state.num_cached_tokens,
-            error=error,
+            error=ending.error if ending else None,
+            failure_cause=ending.failure_cause if ending else None,
         )
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
 
 from kvcache.block_pool import BlockPool
-from replicas.attention.step_tensors import StepTensors
 from replicas.engine.engine import Engine
-from replicas.model.runner import StepResult
 from replicas.model_description import ModelDescription
 from replicas.request import GenerationRequest
 from replicas.sampling.sampler import Sampler
@@ -21,41 +17,18 @@ from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.scheduler_config import SchedulerConfig
 from tests.engine_harness import Generated
 from tests.scripted_proposer import ScriptedProposer, eager_speculator
+from tests.unit.hand_grammar import FakeMask
+from tests.unit.table_runner import VOCAB_SIZE, TableRunner
 
-VOCAB_SIZE, EOS, NUM_TOKENS = 50, 49, 30
+EOS, NUM_TOKENS = 49, 30
 PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11])
 
 Draft = Callable[[GenerationRequest, list[int], np.random.Generator], Sequence[int]]
 
 
-class TableRunner:
-    """Logits that depend on a row's token and position alone, and never on the other rows of the step."""
-
-    def __init__(self) -> None:
-        self._table = torch.randn(97, VOCAB_SIZE, generator=torch.Generator().manual_seed(5)) * 1.5
-        self.bad_position = -1  # a row at this position gives NaN
-
-    def forward(self, step: StepTensors) -> StepResult:
-        tokens_N, positions_N = step.token_ids_T[step.logit_rows], step.positions_T[step.logit_rows]
-        logits_NV = self._table[(31 * tokens_N + 7 * positions_N) % 97].clone()
-        logits_NV[positions_N == self.bad_position] = float("nan")
-        return StepResult(logits_NV=logits_NV)
-
-
-class OddTokens:
+def take_turns() -> FakeMask:
     """A grammar in which odd and even tokens take turns."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def advance(self, token_id: int) -> None:
-        self.tokens.append(token_id)
-
-    def rollback(self, num_tokens: int) -> None:
-        del self.tokens[len(self.tokens) - num_tokens :]
-
-    def fill(self, allowed_V: npt.NDArray[np.bool_]) -> None:
-        allowed_V[len(self.tokens) % 2 :: 2] = False
+    return FakeMask(lambda tokens: range((len(tokens) + 1) % 2, VOCAB_SIZE, 2), VOCAB_SIZE)
 
 
 def generate(
@@ -76,7 +49,7 @@ def generate(
     requests = [GenerationRequest(request_id=f"r{i}", prompt_ids=tuple(prompt), params=params, seed=i) for i, prompt in enumerate(PROMPTS)]
     results = {request.key: Generated() for request in requests}
     for request in requests:
-        scheduler.add(request, OddTokens() if has_grammar else None)
+        scheduler.add(request, take_turns() if has_grammar else None)
     num_steps = 0
     while engine.has_work:
         num_steps += 1

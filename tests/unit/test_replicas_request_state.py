@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +15,7 @@ from replicas.request import GenerationRequest
 from replicas.sampling.sampling_state import LogitsMask
 from replicas.sampling_params import SamplingParams
 from replicas.scheduling.request_state import RequestState
+from tests.unit.hand_grammar import FakeMask
 
 
 def new_state(
@@ -58,22 +57,8 @@ def test_state_under_ignore_eos_stops_at_stop_tokens_alone_and_min_tokens_suppre
     assert new_state([5], eos=frozenset({2})).stop_token_ids == {2}
 
 
-class RecordingMask:
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def advance(self, token_id: int) -> None:
-        self.tokens.append(token_id)
-
-    def rollback(self, num_tokens: int) -> None:
-        del self.tokens[len(self.tokens) - num_tokens :]
-
-    def fill(self, allowed_V: npt.NDArray[np.bool_]) -> None:
-        allowed_V[:] = False
-
-
 def test_mask_follows_resume_appends_and_going_back() -> None:
-    mask = RecordingMask()
+    mask = FakeMask(lambda tokens: (), 32)
     state = new_state([5], [1, 2], mask=mask)
     state.append(3)
     state.go_back(2)

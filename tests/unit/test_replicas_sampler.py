@@ -22,6 +22,7 @@ from replicas.sampling.native_draw import NativeDraw
 from replicas.sampling.philox import uniforms
 from replicas.sampling.sampler import Sampler, edit_logits, filtered_probs, inverse_cdf
 from tests.unit.growing_state import state
+from tests.unit.hand_grammar import FakeMask
 
 
 @pytest.fixture(scope="module")
@@ -181,25 +182,52 @@ def test_logit_bias_of_extreme_size_bans_or_forces_the_token():
     assert sampler.sample(logits, [state(logit_bias={1: 1e308})]).token_ids == [1]
 
 
-class OnlyMask:
-    def __init__(self, allowed):
-        self.allowed = allowed
-
-    def advance(self, token_id):
-        pass
-
-    def rollback(self, num_tokens):
-        pass
-
-    def fill(self, allowed_V):
-        allowed_V[:] = False
-        allowed_V[self.allowed] = True
+def only(allowed, vocab_size=4):
+    return FakeMask(lambda tokens: allowed, vocab_size)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_mask_allows_only_its_tokens(native, temperature):
-    states = [state(mask=OnlyMask([2]), temperature=temperature), state(temperature=0.0)]
+    states = [state(mask=only([2]), temperature=temperature), state(temperature=0.0)]
     assert Sampler(4, native).sample(torch.tensor([[9.0, 8.0, -5.0, 1.0]] * 2), states).token_ids == [2, 0]
+
+
+def test_mask_comes_behind_penalties_and_bias_and_before_top_k(native):
+    """Of the allowed tokens 1, 2 and 3 the bias makes 3 the best; were the mask behind top_k, nothing would be left of the row."""
+    logits = torch.tensor([[9.0, 2.0, 1.0, 0.5]])
+    states = [state(seed=seed, mask=only([1, 2, 3]), temperature=1.0, top_k=1, logit_bias={3: 5.0}) for seed in range(20)]
+    assert Sampler(4, native).sample(logits.expand(20, 4), states).token_ids == [3] * 20
+
+
+def test_mask_of_every_word_boundary_allows_exactly_its_tokens(native):
+    """80 tokens are two and a half words; the highest bit of a word is the sign of an int32."""
+    for token_id in (0, 31, 32, 63, 64, 79):
+        sampled = Sampler(80, native).sample(torch.zeros(2, 80), [state(mask=only([token_id], 80)), state(temperature=0.0)])
+        assert sampled.token_ids[0] == token_id
+
+
+def test_mask_that_breaks_while_it_is_computed_fails_its_row_alone(native):
+    mask = only([2])
+    mask.error = "the grammar became too complex"
+    sampled = Sampler(4, native).sample(random_logits(2, 4), [state(mask=mask), state()])
+    assert sampled.errors == {0: "the grammar became too complex"}
+
+
+@pytest.mark.parametrize(
+    ("settings_", "allowed", "expected"),
+    [
+        ({"min_tokens": 3, "stop_token_ids": (1,)}, [0, 1, 2], [2]),
+        ({"min_tokens": 3, "stop_token_ids": (1,)}, [0, 1], [0, 1]),
+        ({"ignore_eos": True}, [0, 2], [2]),
+        ({"ignore_eos": True}, [0], [0]),
+        ({}, [0, 2], [0, 2]),
+    ],
+    ids=["min_tokens", "min_tokens leaves none", "ignore_eos", "only EOS is left", "free to end"],
+)
+def test_eos_and_stop_tokens_are_taken_from_a_mask_unless_nothing_else_is_left(settings_, allowed, expected):
+    """Token 0 is EOS. A row without any token would give NaN."""
+    words = state(eos=(0,), mask=only(allowed), **settings_).allowed_words()
+    assert np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist() == expected
 
 
 def test_logprobs_equal_log_softmax_of_the_raw_logits():
@@ -263,7 +291,7 @@ def test_logits_not_finite_fail_that_row_only(native, bad, settings_):
 
 
 def test_every_token_masked_fails_that_row_only(native):
-    sampled = Sampler(4, native).sample(random_logits(2, 4), [state(mask=OnlyMask([])), state()])
+    sampled = Sampler(4, native).sample(random_logits(2, 4), [state(mask=only([])), state()])
     assert set(sampled.errors) == {0}
     assert "no token is allowed" in sampled.errors[0]
 
