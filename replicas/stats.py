@@ -61,6 +61,24 @@ class DraftStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarStats:
+    """Grammars that one engine's requests followed. All values only grow."""
+
+    num_compiles: int = 0
+    """Grammars compiled, refused ones included."""
+    compile_s: float = 0.0
+    num_cache_hits: int = 0
+    """Requests whose grammar was compiled before."""
+    num_refused: int = 0
+    num_masks: int = 0
+    """Masks computed beside the model; those behind drafts are not counted."""
+    mask_s: float = 0.0
+    """Seconds of one thread for these masks."""
+    num_forced_tokens: int = 0
+    """Generated tokens that a grammar left no choice for, appended without a draw."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
     """Load and counters of one engine, as of the end of a step. Counters only grow."""
 
@@ -105,6 +123,7 @@ class ReplicaStats:
     """By method; empty without speculation."""
     speculation_gain: float | None = None
     """Tokens per second that the controller expects of its choice, over those without drafts (EWMA over steps); None before any."""
+    grammars: GrammarStats = GrammarStats()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,10 @@ from dataclasses import replace
 
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine.chunk_sampler import ChunkSampler, DrawnTokens
+from replicas.engine.grammar_requests import GrammarRequests
+from replicas.engine.mask_filler import MaskFiller
 from replicas.engine.step_statistics import StepStatistics
+from replicas.grammar.compiler import GrammarStatistics
 from replicas.handoff.kv_exchange import KVExchange, NoExchange
 from replicas.model.runner import ModelRunner
 from replicas.model_description import ModelDescription
@@ -23,12 +26,14 @@ from replicas.request import (
     StepOutput,
     merge_progress,
 )
+from replicas.sampling.grammar_mask import GrammarMask
 from replicas.sampling.sampler import Sampler
+from replicas.scheduling.new_tokens import Ending, failure
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.step_plan import StepPlan
 from replicas.scheduling.tier_loads import tier_loads
 from replicas.speculation.speculator import Speculator
-from replicas.stats import ReplicaStats
+from replicas.stats import GrammarStats, ReplicaStats
 from replicas.step_engine import KVChanges
 
 logger = logging.getLogger(__name__)
@@ -53,9 +58,11 @@ class Engine:
         handoffs: KVExchange | None = None,
         leader: Leader | None = None,
         speculator: Speculator | None = None,
+        grammars: GrammarRequests | None = None,
     ) -> None:
         """`handoffs` exchanges KV with other engines; None is `NoExchange`. Every engine can compute prefills and decodes.
-        `leader` owns the other ranks, to which `runner` sends each step. `speculator` drafts tokens; None drafts none."""
+        `leader` owns the other ranks, to which `runner` sends each step. `speculator` drafts tokens; None drafts none.
+        `grammars` compiles those of requests; None: requests with one are rejected."""
         self.description = description
         self.scheduler = scheduler
         self.handoffs: KVExchange = handoffs or NoExchange()
@@ -63,6 +70,8 @@ class Engine:
         self._leader = leader
         self._speculator = speculator
         self._chunk_sampler = ChunkSampler(sampler)
+        self._grammars = grammars
+        self._masks = MaskFiller()
         self._clock = clock
         self._statistics = StepStatistics(scheduler.config.max_urgent_share)
         self._num_failed_steps = 0  # in a row
@@ -73,7 +82,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.handoffs.has_work
+        return self.scheduler.has_work or self.handoffs.has_work or (self._grammars is not None and self._grammars.has_work)
 
     def add_request(self, request: GenerationRequest) -> None:
         """Accepts a request for the next steps. Raises RequestRejected if it can never be served here."""
@@ -91,14 +100,19 @@ class Engine:
         if request.adapter_id is not None:
             raise RequestRejected(f"adapter_id is {request.adapter_id!r}, but this engine has no adapters")
         self.handoffs.check_request(request)
-        state = self.scheduler.add(request)
-        if request.handoff is not None:
-            self.handoffs.start_pull(state)
+        if self._grammars is not None and request.key in self._grammars:
+            raise RequestRejected(f"request {request.request_id!r} choice {request.choice} is already running")
+        if params.grammar is None:
+            self._accept(request)
+        elif self._grammars is None:
+            raise RequestRejected("the request has a grammar, but this engine was made without a compiler of grammars")
+        else:
+            self._grammars.begin(request, max_tokens=self.scheduler.accepted_length(request) - len(request.prompt_ids))
 
     def cancel(self, key: RequestKey) -> bool:
         """Frees the request's blocks at once; the next step reports it as cancelled. Returns False if it already ended. Its offer
         to other engines is withdrawn in both cases."""
-        is_cancelled = self.scheduler.cancel(key)
+        is_cancelled = self.scheduler.cancel(key) or (self._grammars is not None and self._grammars.cancel(key))
         self.handoffs.drop(key)
         return is_cancelled
 
@@ -111,7 +125,7 @@ class Engine:
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise RuntimeError(f"the last {self._num_failed_steps} steps failed; the log has the reasons")
         start_s = self._clock()
-        loaded = self.handoffs.collect()
+        loaded = self.handoffs.collect() + self._take_compiled()
         plan = self.scheduler.schedule(start_s)
         self.handoffs.reserve()
         if self._speculator is not None and plan.chunks:
@@ -120,12 +134,33 @@ class Engine:
         self._statistics.add(output)
         return output
 
+    def _accept(self, request: GenerationRequest, mask: GrammarMask | None = None) -> None:
+        state = self.scheduler.add(request, mask)
+        if mask is not None and (mask.error is not None or mask.must_end):  # after `output_ids`: the text ended where it was interrupted
+            is_whole = mask.error is None
+            self.scheduler.cancel(request.key, Ending(FinishReason.STOP) if is_whole else failure(state, mask.error or ""))
+        elif request.handoff is not None:
+            self.handoffs.start_pull(state)
+
+    def _take_compiled(self) -> list[RequestProgress]:
+        """Accepts requests whose grammar is ready; returns the endings of those that were refused or cancelled before."""
+        if self._grammars is None or not self._grammars.has_work:
+            return []
+        ready, ended = self._grammars.collect()
+        for request, mask in ready:
+            self._accept(request, mask)
+        return ended
+
     def _compute(self, plan: StepPlan, loaded: list[RequestProgress], start_s: float) -> StepOutput:
         """Run, sample, update."""
         is_graphed = False
         offers: list[RequestProgress] = []
+        self._masks.start(plan)
         try:
-            result = self._runner.forward(StepTensors.of(plan, self.description.block_size))
+            try:
+                result = self._runner.forward(StepTensors.of(plan, self.description.block_size))
+            finally:
+                self._masks.wait()
             drawn = self._chunk_sampler.sample(plan, result.logits_NV)
         except (RuntimeError, MemoryError) as error:  # what torch raises for a failed kernel or no memory
             logger.exception("a step of %d requests failed", len(plan.chunks))
@@ -159,12 +194,21 @@ class Engine:
         """Nothing to compute: reports what ended, or waits a little for transfers."""
         progress = self.scheduler.take_ended()
         if may_wait and not (progress or loaded):
+            if self._grammars is not None and self._grammars.has_work and not self.handoffs.has_work:
+                self._grammars.wait()
             self.handoffs.wait()
         return StepOutput(progress=_merged(loaded, progress), num_preemptions=plan.num_preemptions)
 
     def wake(self) -> None:
         """Ends a step that waits for transfers. Callable from any thread."""
         self.handoffs.wake()
+        if self._grammars is not None:
+            self._grammars.wake()
+
+    def warm_up_grammars(self) -> None:
+        """Begins to prepare for the first grammar, in another thread."""
+        if self._grammars is not None:
+            self._grammars.warm_up()
 
     def stats(self) -> ReplicaStats:
         scheduler = self.scheduler
@@ -175,8 +219,9 @@ class Engine:
             self._statistics.snapshot(),
             transfer_tokens_per_s=self.handoffs.tokens_per_s,
             handoffs=self.handoffs.stats(),
+            grammars=self._grammar_stats(),
             num_running=len(running),
-            num_waiting=len(waiting),
+            num_waiting=len(waiting) + (0 if self._grammars is None else self._grammars.num_waiting),
             num_uncomputed_tokens=sum(tier.num_uncomputed_tokens for tier in tiers),
             num_context_tokens=sum(tier.num_context_tokens for tier in tiers),
             tiers=tiers,
@@ -185,6 +230,18 @@ class Engine:
             num_cached_blocks=pool.num_cached,
             drafts=() if self._speculator is None else self._speculator.statistics(),
             speculation_gain=None if self._speculator is None else self._speculator.controller.predicted_gain,
+        )
+
+    def _grammar_stats(self) -> GrammarStats:
+        counted = GrammarStatistics() if self._grammars is None else self._grammars.statistics()
+        return GrammarStats(
+            num_compiles=counted.num_compiles,
+            compile_s=counted.compile_s,
+            num_cache_hits=counted.num_cache_hits,
+            num_refused=counted.num_refused,
+            num_masks=self._masks.num_masks,
+            mask_s=self._masks.mask_s,
+            num_forced_tokens=self.scheduler.num_forced_tokens,
         )
 
     def kv_changes(self, since: int | None) -> KVChanges:
@@ -203,6 +260,9 @@ class Engine:
         for state in [*self.scheduler.running, *self.scheduler.waiting]:
             self.cancel(state.key)
         self.handoffs.close()
+        if self._grammars is not None:
+            self._grammars.close()
+        self._masks.close()
         if self._leader is not None:
             self._leader.close()
 

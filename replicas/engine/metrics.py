@@ -52,6 +52,13 @@ COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_kv_recomputes": ("Requests whose KV was computed after a failed handoff", lambda stats: stats.handoffs.num_recomputes),
     "manta_kv_transfer_bytes": ("KV bytes received from other replicas", lambda stats: stats.handoffs.num_bytes),
     "manta_kv_transfer_seconds": ("Seconds in which KV bytes moved", lambda stats: stats.handoffs.transfer_s),
+    "manta_grammar_compiles": ("Grammars compiled, refused ones included", lambda stats: stats.grammars.num_compiles),
+    "manta_grammar_compile_seconds": ("Seconds of compiling grammars", lambda stats: stats.grammars.compile_s),
+    "manta_grammar_cache_hits": ("Requests whose grammar was compiled before", lambda stats: stats.grammars.num_cache_hits),
+    "manta_grammar_refusals": ("Grammars that the engine could not compile", lambda stats: stats.grammars.num_refused),
+    "manta_grammar_masks": ("Logit masks computed beside the model", lambda stats: stats.grammars.num_masks),
+    "manta_grammar_mask_seconds": ("Seconds of one thread for these masks", lambda stats: stats.grammars.mask_s),
+    "manta_grammar_forced_tokens": ("Generated tokens that a grammar forced", lambda stats: stats.grammars.num_forced_tokens),
     "manta_kv_transfer_overlap_seconds": ("Seconds of KV transfer before the prefill ended", lambda stats: stats.handoffs.overlap_s),
 }
 
