@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from replicas.grammar_spec import GrammarKind, GrammarSpec
     from replicas.llm import LLM
     from replicas.llm_output import CompletionOutput, RequestOutput
     from replicas.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "GrammarKind", "GrammarSpec", "RequestOutput", "SamplingParams"]
 
 _MODULES = {
     "LLM": "replicas.llm",
     "CompletionOutput": "replicas.llm_output",
+    "GrammarKind": "replicas.grammar_spec",
+    "GrammarSpec": "replicas.grammar_spec",
     "RequestOutput": "replicas.llm_output",
     "SamplingParams": "replicas.sampling_params",
 }  # name -> the module that has it

@@ -14,6 +14,7 @@ from replicas.engine_config import DType, EngineConfig
 from replicas.llm_output import CompletionOutput, RequestOutput
 from replicas.process.deferred_interrupt import DeferredInterrupt
 from replicas.request import FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected, TokenLogprob
+from replicas.response_format import parse_response_format
 from replicas.sampling_params import SamplingParams
 from replicas.speculation_config import SpeculationConfig, from_vllm, speculation_of
 from replicas.step_engine import StepEngine
@@ -113,8 +114,13 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or many, under the model's chat template. Otherwise like `generate`."""
+        """Answers to one conversation or many, under the model's chat template. Otherwise like `generate`.
+
+        `response_format` is OpenAI's (type text, json_object or json_schema) for all conversations, in place of a `grammar` in the
+        sampling parameters."""
+        params = _with_format(sampling_params, response_format)
         conversations = _as_conversations(messages)
         texts: list[str | None] = []
         ids: list[list[int]] = []
@@ -131,7 +137,7 @@ class LLM:
                 raise ChatTemplateError(f"conversation {index}: {error}") from error
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from error
-        return self._run(texts, ids, _as_params(sampling_params, len(ids)), use_tqdm)
+        return self._run(texts, ids, _as_params(params, len(ids)), use_tqdm)
 
     def shutdown(self) -> None:
         """Frees the engine. Calling it again does nothing; generating afterwards raises RuntimeError."""
@@ -329,6 +335,20 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, num_pro
     if len(params) != num_prompts:
         raise ValueError(f"sampling_params must be one or one for each of the {num_prompts} prompts, got {len(params)}")
     return list(params)
+
+
+def _with_format(
+    params: SamplingParams | Sequence[SamplingParams] | None, response_format: Mapping[str, Any] | None
+) -> SamplingParams | Sequence[SamplingParams] | None:
+    """Raises ValueError for a bad format, or beside a grammar."""
+    asked = None if response_format is None else parse_response_format(response_format)
+    if asked is None:
+        return params
+    each = [SamplingParams() if params is None else params] if isinstance(params, SamplingParams | None) else list(params)
+    if any(one.grammar is not None for one in each):
+        raise ValueError("response_format and a grammar in sampling_params exclude each other")
+    formatted = [replace(one, grammar=asked.spec) for one in each]
+    return formatted[0] if isinstance(params, SamplingParams | None) else formatted
 
 
 def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from cluster.backend import Backend
-from cluster.failures import GenerationFailed, ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, Unavailable
+from cluster.failures import BadRequest, GenerationFailed, ReplicaDied, ReplicaGone, ReplicaHung, ReplicaLeft, Unavailable
 from cluster.generation.choice_delta import ChoiceDelta
 from cluster.generation.decisions import Decisions
 from cluster.generation.pair_stream import PairGivenUp, PairStream, PrefillBooking
@@ -21,7 +21,7 @@ from cluster.generation.stream_journal import StreamJournal
 from cluster.models.served_model import ServedModel
 from cluster.settings.failover import FailoverPolicy
 from replicas.handoff.paired_progress import RecomputeReason
-from replicas.request import FinishReason, GenerationRequest, RequestProgress
+from replicas.request import FailureCause, FinishReason, GenerationRequest, RequestProgress
 from replicas.text.text_stream import TextStream
 from router.snapshot import Decision
 
@@ -183,4 +183,8 @@ class ChoiceRun:
         if progress.finish_reason is FinishReason.CANCELLED:
             raise ReplicaLeft(decision.replica_id, "it handed the request back")
         logger.error("request %s choice %d failed on %s: %s", *progress.key, decision.replica_id, progress.error)
+        if progress.failure_cause is FailureCause.GRAMMAR_REFUSED:
+            raise BadRequest(f"The grammar of this request cannot be enforced: {progress.error}.", code="invalid_grammar")
+        if progress.failure_cause is FailureCause.GRAMMAR_BROKEN:
+            raise GenerationFailed(f"the answer cannot follow its grammar to the end: {progress.error}")
         raise GenerationFailed("the engine failed while it ran this request; the server's log has the reason")

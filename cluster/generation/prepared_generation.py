@@ -30,6 +30,8 @@ class PreparedGeneration:
     is_prompt_only: bool = False
     """Whether zero tokens are requested: the prompt is checked and echoed, and nothing runs."""
     target: LatencyTarget | None = None
+    dropped_keywords: tuple[str, ...] = ()
+    """Keywords of the client's schema that the answer does not follow, each with its path."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -57,6 +59,7 @@ def prepare_generation(
     is_prompt_only: bool = False,
     speculates: bool = True,
     predicted_ids: tuple[int, ...] = (),
+    dropped_keywords: tuple[str, ...] = (),
 ) -> PreparedGeneration:
     """Makes the requests of tokenized and checked prompts, with the rights in `context`. Draws a seed when the client gave none.
 
@@ -90,6 +93,7 @@ def prepare_generation(
         stream=stream,
         is_prompt_only=is_prompt_only,
         target=target,
+        dropped_keywords=dropped_keywords,
     )
 
 

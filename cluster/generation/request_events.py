@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from cluster.generation.usage import Usage
 from cluster.settings.latency_targets import LatencyTarget
+from replicas.grammar_spec import GrammarKind
 from replicas.handoff.paired_progress import RecomputeReason
 from replicas.request import FinishReason
 
@@ -60,6 +61,9 @@ class Prepared(RequestEvent):
     num_choices: int = 1
     """Choices of all prompts together."""
     target: LatencyTarget | None = None
+    grammar: GrammarKind | None = None
+    dropped_keywords: tuple[str, ...] = ()
+    """Keywords of the client's schema that the answer does not follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

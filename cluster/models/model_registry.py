@@ -10,6 +10,7 @@ from contextvars import Context
 
 from cluster.backend import Backend
 from cluster.failures import ModelNotFound, ReplicaGone, Unavailable
+from cluster.models.grammar_gate import GrammarGate
 from cluster.models.served_model import ServedModel
 from cluster.settings.latency_targets import LatencyTarget
 from replicas.text.tokenizer import Tokenizer
@@ -26,14 +27,17 @@ class ModelRegistry:
         backend: Backend,
         *,
         targets: Mapping[str, Sequence[LatencyTarget]] | None = None,
+        grammars: Mapping[str, GrammarGate] | None = None,
         load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
         wait_s: float = 10.0,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """`targets` has those of each model that has some. `wait_s`: how long a request waits for a model that is still loading."""
+        """`targets` has those of each model that has some, `grammars` the gates of models that take grammars.
+        `wait_s`: how long a request waits for a model that is still loading."""
         self._names = tuple(names)
         self._backend = backend
         self._targets = targets or {}
+        self._grammars = grammars or {}
         self._load_tokenizer = load_tokenizer
         self._wait_s = wait_s
         self._now_s = now_s
@@ -82,7 +86,9 @@ class ModelRegistry:
     async def _load(self, name: str) -> ServedModel:
         description = await self._backend.describe(name)
         tokenizer = await asyncio.to_thread(self._load_tokenizer, description.tokenizer_source)
-        model = self._models[name] = ServedModel(name, description, tokenizer, int(self._now_s()), self._targets.get(name, ()))
+        model = self._models[name] = ServedModel(
+            name, description, tokenizer, int(self._now_s()), self._targets.get(name, ()), self._grammars.get(name)
+        )
         logger.info("model %s: %s", name, description)
         return model
 

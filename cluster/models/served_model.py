@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from cluster.models.grammar_gate import GrammarGate
 from cluster.settings.latency_targets import LatencyTarget
 from replicas.model_description import ModelDescription
 from replicas.text.tokenizer import Tokenizer
@@ -20,14 +21,21 @@ class ServedModel:
     """Owns the tokenizer of one model. Work on text that is not short runs in a thread, off the event loop."""
 
     def __init__(
-        self, name: str, description: ModelDescription, tokenizer: Tokenizer, created_s: int, targets: Sequence[LatencyTarget] = ()
+        self,
+        name: str,
+        description: ModelDescription,
+        tokenizer: Tokenizer,
+        created_s: int,
+        targets: Sequence[LatencyTarget] = (),
+        grammars: GrammarGate | None = None,
     ) -> None:
-        """`targets` are in ascending order of their priorities."""
+        """`targets` are in ascending order of their priorities. Without `grammars` this server takes none."""
         self.name = name
         self.description = description
         self.tokenizer = tokenizer
         self.created_s = created_s
         self.targets = tuple(targets)
+        self.grammars = grammars
         facts = f"{name}:{description.tokenizer_source}:{description.dtype}:{description.weights_version}"
         self.fingerprint = f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.settings.latency_targets import LatencyTarget, check_targets
 from cluster.settings.pool_config import Mode, PlacementStrategy, PoolConfig, ResolvedPool, resolved_pool
+from cluster.settings.structured_output import StructuredOutputConfig
 from cluster.settings.vllm_spellings import in_own_words
 from replicas.engine_config import EngineConfig, Role
 from replicas.model.default_model import DEFAULT_MODEL_NAME
@@ -55,6 +56,8 @@ class ModelConfig:
     """How fast requests should be answered, by priority, e.g. [{priority: 0, ttft_s: 2.0, tpot_s: 0.1}, {priority: 10, ttft_s: 60}]: an
     entry counts for its priority and less urgent ones, up to the next entry. Clients may lower theirs by `X-TTFT-Target-Ms` and
     `X-TPOT-Target-Ms`. Empty: none has a target."""
+    structured_output: StructuredOutputConfig = StructuredOutputConfig()
+    """How answers follow JSON schemas and other grammars."""
     prefill: PoolConfig | None = None
     """In mode disaggregated: the replicas that compute prompts; one when left out."""
     decode: PoolConfig | None = None

@@ -35,6 +35,8 @@ def log_access(record: RequestRecord) -> None:
         "recomputes": ",".join(record.recomputes) or None,
         "failovers": record.num_failovers or None,
         "longest_pause_ms": _milliseconds(max(record.pauses_s, default=None)),
+        "grammar": record.grammar,
+        "dropped_keywords": record.dropped_keywords or None,
         "error": record.error,
         "prompt": record.prompt,
     }

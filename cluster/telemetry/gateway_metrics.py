@@ -35,6 +35,11 @@ class GatewayMetrics:
             "Requests that had latency targets, by whether they met them",
             tag_keys=("model", "priority", "outcome"),
         )
+        self._grammars = metrics.Counter(
+            "manta_grammar_requests",
+            "Requests whose answer follows a grammar, by its kind; outcome refused: 400 for the grammar, reduced: keywords were dropped",
+            tag_keys=("model", "kind", "outcome"),
+        )
         self._pause = metrics.Histogram(
             "manta_failover_pause_seconds",
             "From the loss of a replica until the next token of a choice that it ran",
@@ -82,6 +87,10 @@ class GatewayMetrics:
             self._ttft.observe(record.ttft_s, tags)
             self._observe_answer(record, tags)
         self._count_goodput(record, tags)
+        if record.grammar is not None:
+            self._grammars.inc(1, {**tags, "kind": record.grammar, "outcome": "reduced" if record.dropped_keywords else "followed"})
+        elif record.error == "invalid_grammar":
+            self._grammars.inc(1, {**tags, "kind": "unknown", "outcome": "refused"})
 
     def _observe_answer(self, record: RequestRecord, tags: dict[str, str]) -> None:
         if record.duration_s is None or record.error is not None:

@@ -74,6 +74,10 @@ class RequestRecord:
     num_failovers: int = 0
     pauses_s: list[float] = field(default_factory=list)
     """For each choice that went on elsewhere: from the loss of its replica until its next token."""
+    grammar: str | None = None
+    """Kind of the grammar that the answer follows."""
+    dropped_keywords: tuple[str, ...] = ()
+    """Keywords of the client's schema that it does not follow."""
     error: str | None = None
     prompt: object = None
     """Set only when the configuration asks for prompts in the log."""
@@ -115,6 +119,7 @@ class RequestRecord:
             case Prepared():
                 self.response_id, self.target = event.response_id, event.target
                 self.num_prompt_tokens, self.num_choices = event.num_prompt_tokens, event.num_choices
+                self.grammar, self.dropped_keywords = event.grammar, event.dropped_keywords
             case GenerationEnded():
                 self.num_cached_tokens, self.num_output_tokens = event.usage.num_cached_tokens, event.usage.num_output_tokens
             case AnswerStarted():

@@ -20,6 +20,7 @@ from cluster.protocols.dialect import AnswerWriter, Dialect, ParsedCall, StreamW
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.web.disconnect import run_until_disconnect
 from cluster.web.event_stream import EventStream
+from cluster.web.notice_headers import notice_headers
 from cluster.web.request_body import read_body
 from cluster.web.request_headers import context_of
 from cluster.web.request_scope import RequestFacts, state_of
@@ -60,14 +61,17 @@ class GenerationEndpoint:
                 num_prompt_tokens=generation.num_prompt_tokens,
                 num_choices=generation.num_choices,
                 target=generation.target,
+                grammar=None if generation.params.grammar is None else generation.params.grammar.kind,
+                dropped_keywords=generation.dropped_keywords,
             )
         )
+        headers = notice_headers(generation)
         streams = ChoiceStreams(generation, model, self._backend, self._config.failover, state.emit, state.clock)
         if generation.stream:
             events = self._events(streams, prepared.stream_writer(), state)
-            return EventStream(await anext(events), events)
+            return EventStream(await anext(events), events, headers)
         is_long = generation.params.prompt_logprobs is not None  # as long as the prompt
-        return await _whole(streams, prepared.answer_writer(), is_long=is_long)
+        return await _whole(streams, prepared.answer_writer(), headers, is_long=is_long)
 
     async def _events(self, streams: ChoiceStreams, writer: StreamWriter, state: RequestFacts) -> AsyncGenerator[bytes, None]:
         unsent, has_begun = writer.start(), False
@@ -90,10 +94,10 @@ class GenerationEndpoint:
         yield unsent
 
 
-async def _whole(streams: ChoiceStreams, writer: AnswerWriter, *, is_long: bool) -> Response:
+async def _whole(streams: ChoiceStreams, writer: AnswerWriter, headers: dict[str, str], *, is_long: bool) -> Response:
     async with streams:
         async for delta in streams:
             writer.add(delta)
     if not is_long:
-        return JSONResponse(writer.body(streams.usage))
-    return await asyncio.to_thread(lambda: JSONResponse(writer.body(streams.usage)))
+        return JSONResponse(writer.body(streams.usage), headers=headers)
+    return await asyncio.to_thread(lambda: JSONResponse(writer.body(streams.usage), headers=headers))

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from replicas.grammar.compiler import GrammarCompiler, GrammarError, GrammarStatistics
-from replicas.process.big_stack import start_thread
+from replicas.grammar_spec import GrammarKind, GrammarSpec
 from replicas.request import FailureCause, FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected
 from replicas.sampling.grammar_mask import GrammarMask
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 2
-"""So that a grammar that takes long does not hold up all others."""
+NUM_THREADS = 3
+"""So that grammars that take long do not hold up those that are compiled already. The compiler itself compiles one at a time."""
 GRACE_S = 0.002
 """How long the engine waits for a new request's grammar, so that one that is known, or small, runs in the very next step."""
 MAX_WAIT_S = 0.05
@@ -63,7 +63,7 @@ class GrammarRequests:
         return key in self._waiting
 
     def warm_up(self) -> None:
-        """Begins to make the compiler, which takes some tenths of a second, before a request needs it."""
+        """Begins to make the compiler and its vocabulary, which takes some tenths of a second, before a request needs them."""
         self._submit(_Job(None, None))
 
     def begin(self, request: GenerationRequest, *, max_tokens: int) -> None:
@@ -126,7 +126,7 @@ class GrammarRequests:
         if not self._has_threads:
             self._has_threads = True
             for number in range(NUM_THREADS):
-                start_thread(self._compile_all, name=f"grammars-{number}")
+                threading.Thread(target=self._compile_all, name=f"grammars-{number}", daemon=True).start()
         self._jobs.put(job)
 
     # In the threads.
@@ -145,7 +145,9 @@ class GrammarRequests:
 
     def _compile(self, job: _Job) -> None:
         compiler = self._made_compiler()
-        if job.request is not None:
+        if job.request is None:
+            compiler.matcher(GrammarSpec(kind=GrammarKind.JSON_OBJECT))
+        else:
             spec = job.request.params.grammar
             assert spec is not None, "only requests with a grammar wait here"
             matcher = compiler.matcher(spec, max_tokens=job.max_tokens)
@@ -170,7 +172,7 @@ class _NoGrammars(Exception):
 
 
 class _Job:
-    """A request on its way through a thread; without one, the thread only makes the compiler."""
+    """A request on its way through a thread; without one, the thread only warms up."""
 
     __slots__ = ("error", "mask", "max_tokens", "request")
 

@@ -99,11 +99,6 @@ class SamplingState:
         """Whether penalties, bias, suppression or a mask change the model's logits before the next token is drawn."""
         return self.params.has_penalties or bool(self.params.logit_bias) or self.mask is not None or bool(self.suppressed_ids)
 
-    @property
-    def must_end(self) -> bool:
-        """Whether the grammar allows no further token, or cannot tell."""
-        return self.mask is not None and (self.mask.must_end or self.mask.error is not None)
-
     def allowed_words(self) -> Words:
         """The mask's words without EOS under `ignore_eos`, and without the suppressed tokens. If no token would be left, the mask alone
         decides: a complete text may end before `min_tokens`, and its EOS is not ignored."""

@@ -109,6 +109,12 @@ class Tokenizer:
             ) from error
         return cls(hf, _generation_eos(name))
 
+    def definition(self) -> str:
+        """The text of a tokenizer.json. Raises ValueError for a tokenizer that is not one of Hugging Face's fast ones."""
+        if self._backend is None:
+            raise ValueError("its tokenizer cannot be written as a tokenizer.json; give the model's folder one")
+        return str(self._backend.to_str())
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)

@@ -13,6 +13,7 @@ import httpx
 from fastapi import FastAPI
 
 from cluster.failures import ReplicaDied
+from cluster.models.grammar_gate import GrammarGate
 from cluster.models.model_registry import ModelRegistry
 from cluster.protocols.dialect import Dialect
 from cluster.protocols.dialects import DIALECTS
@@ -143,6 +144,7 @@ async def running_cluster(
     make_engine: Callable[[], EchoEngine] | None = None,
     dialects: Sequence[Dialect] = DIALECTS,
     targets: Sequence[LatencyTarget] = (),
+    grammars: GrammarGate | None = None,
 ) -> AsyncIterator[InProcessCluster]:
     """A gateway application over `num_replicas` echo engines, all running until the context ends."""
     router_config = router_config or RouterConfig()
@@ -180,7 +182,8 @@ async def running_cluster(
 
         for _ in range(num_replicas):
             await add_replica()
-        models = ModelRegistry([MODEL], backend, targets={MODEL: targets}, load_tokenizer=lambda source: tokenizer)
+        gates = {} if grammars is None else {MODEL: grammars}
+        models = ModelRegistry([MODEL], backend, targets={MODEL: targets}, grammars=gates, load_tokenizer=lambda source: tokenizer)
         records: list[RequestRecord] = []
         app = create_app(backend, config or NO_RESTARTS, models, lambda: RequestRecorder(log_access, records.append), dialects=dialects)
         await models.get(MODEL)

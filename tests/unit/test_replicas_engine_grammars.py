@@ -213,9 +213,10 @@ def test_preemption_and_prompts_in_chunks_change_nothing(name: str) -> None:
 def test_request_resumed_at_any_token_continues_to_the_same_text(name: str) -> None:
     params = params_for(name, "numbers")
     whole = reference(request(0, params))
-    for cut in range(len(whole.token_ids)):
-        with engine_with() as (engine, _):
-            (rest,) = results(engine, [request(0, params, whole.token_ids[:cut], attempt=1)])
+    cuts = range(len(whole.token_ids))
+    with engine_with() as (engine, _):
+        rests = results(engine, [request(0, params, whole.token_ids[:cut], attempt=1, name=f"{cut}-") for cut in cuts])
+    for cut, rest in zip(cuts, rests, strict=True):
         assert (whole.token_ids[:cut] + rest.token_ids, rest.finish_reason) == (whole.token_ids, whole.finish_reason)
 
 
@@ -309,7 +310,7 @@ def test_cancel_of_a_request_whose_grammar_is_compiled_ends_it_once_and_frees_it
 
 def test_grammar_that_cannot_be_compiled_fails_its_request_as_refused() -> None:
     with engine_with() as (engine, _):
-        engine.add_request(request(0, params_for("greedy", None) if False else replace(params_for("greedy", None), grammar=grammar("x"))))
+        engine.add_request(request(0, replace(params_for("greedy", None), grammar=grammar("x"))))
         (ending,) = endings(engine)
     assert (ending.finish_reason, ending.failure_cause) == (FinishReason.FAILED, FailureCause.GRAMMAR_REFUSED)
     assert ending.error == "no grammar is called 'x'"

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cluster.generation.prepared_generation import PreparedGeneration
+from cluster.generation.request_context import RequestContext
+from cluster.models.grammar_gate import AdmittedGrammar
+from cluster.models.served_model import ServedModel
 from cluster.protocols.dialect import AnswerWriter, StreamWriter
 from cluster.protocols.openai.answer_form import AnswerForm
 from cluster.protocols.openai.generation_fields import GenerationFields
+from cluster.protocols.wire import unsupported
+from replicas.response_format import AskedGrammar
 
 Body = TypeVar("Body", bound=GenerationFields)
 
@@ -20,6 +25,7 @@ class BodyCall(Generic[Body]):
 
     body: Body
     prompt: object
+    asked_grammar: AskedGrammar | None = None
 
     @property
     def model(self) -> str:
@@ -28,6 +34,20 @@ class BodyCall(Generic[Body]):
     @property
     def user(self) -> str | None:
         return self.body.user
+
+    async def admitted_grammar(self, model: ServedModel, context: RequestContext) -> AdmittedGrammar | None:
+        """The grammar that the body asks for, checked. Raises BadRequest, Unavailable."""
+        asked, options = self.asked_grammar, self.body.structured_outputs
+        if asked is None:
+            return None
+        if model.grammars is None:
+            raise unsupported(asked.param.split(".")[0])
+        return await model.grammars.admit(
+            asked,
+            tenant=context.principal.tenant,
+            unsupported=None if options is None else options.unsupported,
+            begins_after=None if options is None else options.begins_after,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from cluster.protocols.openai.chat_answers import ChatAnswer, ChatEvents
 from cluster.protocols.openai.chat_request import UNSUPPORTED, ChatCompletionRequest
 from cluster.protocols.openai.conversion import far_over_context, prepare, too_many
 from cluster.protocols.openai.errors import ErrorWriter
+from cluster.protocols.openai.grammar_fields import asked_grammar
 from cluster.protocols.wire import parse_body, parse_json_object, refuse_unsupported
 from cluster.settings.limits import RequestLimits
 from replicas.text.tokenizer import TextTooLong
@@ -27,7 +28,8 @@ class ChatDialect(ErrorWriter):
 
     def parse(self, body: bytes, limits: RequestLimits) -> ParsedChat:
         fields = parse_json_object(body)
-        return ParsedChat(body=_parse(fields, limits), prompt=fields.get("messages"))
+        parsed = _parse(fields, limits)
+        return ParsedChat(body=parsed, prompt=fields.get("messages"), asked_grammar=asked_grammar(parsed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class ParsedChat(BodyCall[ChatCompletionRequest]):
             response_id=f"chatcmpl-{secrets.token_hex(12)}",
             prompts=[tuple(prompt_ids)],
             prompt_param="messages",
+            grammar=await self.admitted_grammar(model, context),
             max_tokens=max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             predicted_ids=tuple(predicted_ids),

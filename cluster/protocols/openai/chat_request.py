@@ -20,7 +20,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "tool_choice": ("none",),

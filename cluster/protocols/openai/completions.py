@@ -15,6 +15,7 @@ from cluster.protocols.openai.completion_answers import CompletionAnswer, Comple
 from cluster.protocols.openai.completion_request import UNSUPPORTED, CompletionRequest
 from cluster.protocols.openai.conversion import check_vocabulary, far_over_context, prepare, too_many
 from cluster.protocols.openai.errors import ErrorWriter
+from cluster.protocols.openai.grammar_fields import asked_grammar
 from cluster.protocols.wire import parse_body, parse_json_object, refuse_unsupported
 from cluster.settings.limits import RequestLimits
 from replicas.text.tokenizer import TextTooLong
@@ -29,7 +30,8 @@ class CompletionDialect(ErrorWriter):
 
     def parse(self, body: bytes, limits: RequestLimits) -> ParsedCompletion:
         fields = parse_json_object(body)
-        return ParsedCompletion(body=_parse(fields, limits), prompt=fields.get("prompt"))
+        parsed = _parse(fields, limits)
+        return ParsedCompletion(body=parsed, prompt=fields.get("prompt"), asked_grammar=asked_grammar(parsed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class ParsedCompletion(BodyCall[CompletionRequest]):
             response_id=f"cmpl-{secrets.token_hex(12)}",
             prompts=prompts,
             prompt_param="prompt",
+            grammar=await self.admitted_grammar(model, context),
             max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs,
             echoes=tuple(echoes) if body.echo else (),

@@ -9,10 +9,12 @@ from typing import TypeVar
 from cluster.failures import BadRequest
 from cluster.generation.prepared_generation import prepare_generation
 from cluster.generation.request_context import RequestContext
+from cluster.models.grammar_gate import AdmittedGrammar
 from cluster.models.served_model import ServedModel
 from cluster.protocols.openai.answer_form import AnswerForm
 from cluster.protocols.openai.generation_fields import GenerationFields
 from cluster.protocols.wire import shown
+from replicas.grammar_spec import GrammarSpec
 from replicas.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -28,6 +30,7 @@ def prepare(
     prompt_param: str,
     max_tokens: int | None,
     logprobs: int | None,
+    grammar: AdmittedGrammar | None = None,
     echoes: tuple[str, ...] = (),
     echoed_logprobs: int | None = None,
     predicted_ids: tuple[int, ...] = (),
@@ -45,7 +48,14 @@ def prepare(
         model,
         response_id=response_id,
         prompts=prompts,
-        params=sampling_params(body, max_tokens=num_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+        params=sampling_params(
+            body,
+            max_tokens=num_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=None if grammar is None else grammar.spec,
+        ),
+        dropped_keywords=() if grammar is None else grammar.dropped,
         asked_priority=body.priority,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
@@ -65,7 +75,14 @@ def prepare(
     )
 
 
-def sampling_params(body: GenerationFields, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
+def sampling_params(
+    body: GenerationFields,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    grammar: GrammarSpec | None = None,
+) -> SamplingParams:
     """Wire values with OpenAI's defaults. Raises BadRequest for combinations that SamplingParams refuses."""
     top_k, top_p = _or(body.top_k, 0), _or(body.top_p, 1.0)
     if top_p == 0:  # allowed on the wire: the smallest nucleus is the most probable token
@@ -91,6 +108,7 @@ def sampling_params(body: GenerationFields, *, max_tokens: int, logprobs: int | 
             n=_or(body.n, 1),
             seed=body.seed,
             skip_special_tokens=body.skip_special_tokens is not False,
+            grammar=grammar,
         )
     except ValueError as error:
         name, problem = str(error).split(" ", 1)

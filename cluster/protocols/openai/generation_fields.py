@@ -64,11 +64,41 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     return biases
 
 
+def _text_or_object(value: object) -> object:
+    """JSON, or its text. By hand for the same reason."""
+    if value is None or isinstance(value, dict):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"must be an object, or its JSON text as a string, got {json_type(value)}")
+    return without_surrogates(value)
+
+
+TextOrObject = Annotated[Any, BeforeValidator(_text_or_object)]
+
+
 class StreamOptions(WireModel):
     include_usage: bool | None = None
     """A last chunk with the usage of the whole request, and no choices."""
     include_obfuscation: bool | None = None
     """Accepted for its default meaning here, none: this server pads nothing."""
+
+
+class StructuredOutputs(WireModel):
+    """vLLM's way to ask for a grammar: one of the first six. The others hold for every grammar, also for one of `response_format`."""
+
+    choice: list[Any] | None = None
+    grammar: Text | None = None
+    json_: TextOrObject = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: Text | None = None
+    structural_tag: TextOrObject = None
+
+    begins_after: Annotated[Text, Field(max_length=64)] | None = None
+    """Text behind which the grammar begins, such as the end of a thought; empty: at once, whatever the model's configuration says."""
+    disable_any_whitespace: bool | None = None
+    """False lets JSON have whitespace outside of strings; by default it has none."""
+    unsupported: Literal["refuse", "warn"] | None = None
+    """What happens to keywords of a schema that cannot be enforced; by default what the configuration says."""
 
 
 class GenerationFields(WireModel):
@@ -91,6 +121,14 @@ class GenerationFields(WireModel):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     user: Identifier | None = None
+
+    response_format: dict[str, Any] | None = None
+    """Read by `grammar_fields`, like the next five. Text completions take it too, as an extension."""
+    structured_outputs: StructuredOutputs | None = None
+    guided_choice: list[Any] | None = None
+    guided_grammar: Text | None = None
+    guided_json: TextOrObject = None
+    guided_regex: Text | None = None
 
     cache_salt: Identifier | None = None
     """Only requests with the same salt share cached prefixes."""

@@ -1,0 +1,28 @@
+"""Checks of grammars without any compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.failures import Unavailable
+from cluster.models.grammar_gate import AdmittedGrammar, RefusedGrammar
+from replicas.grammar_spec import GrammarSpec
+
+DROPPED = ("uniqueItems at $.properties.größe", "not at $")
+
+
+class FakeGrammarChecks:
+    """Refuses texts with "refused" in them, is busy at "busy", and drops `DROPPED` from texts with "reducible" where it may."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[GrammarSpec, str, bool]] = []
+
+    async def admit(self, spec: GrammarSpec, *, tenant: str, drops_unsupported: bool) -> AdmittedGrammar:
+        self.asked.append((spec, tenant, drops_unsupported))
+        if "busy" in spec.text:
+            raise Unavailable("The checks of grammars are busy.", retry_after_s=3.2)
+        if "reducible" in spec.text and drops_unsupported:
+            return AdmittedGrammar(spec=replace(spec, text="{}"), dropped=DROPPED)
+        if "refused" in spec.text or "reducible" in spec.text:
+            raise RefusedGrammar("uniqueItems at $.items cannot be enforced")
+        return AdmittedGrammar(spec=spec)
