@@ -127,6 +127,7 @@ class ReplicaDeployment:
         engine = load_engine(self._config, wiring, self._launcher)
         self._description = engine.description
         self._check_ranks = engine.check_ranks
+        engine.warm_up_grammars()
         freeze_heap()
         return engine
 

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from cluster.backend import Backend
 from cluster.failures import answer_for
 from cluster.generation.choice_streams import ChoiceStreams
+from cluster.generation.notice_headers import notice_headers
 from cluster.generation.request_context import RequestContext
 from cluster.generation.request_events import Failed, ModelFound, Parsed, Prepared
 from cluster.models.model_registry import ModelRegistry
@@ -20,7 +21,6 @@ from cluster.protocols.dialect import AnswerWriter, Dialect, ParsedCall, StreamW
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.web.disconnect import run_until_disconnect
 from cluster.web.event_stream import EventStream
-from cluster.web.notice_headers import notice_headers
 from cluster.web.request_body import read_body
 from cluster.web.request_headers import context_of
 from cluster.web.request_scope import RequestFacts, state_of

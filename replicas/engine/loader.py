@@ -14,7 +14,10 @@ from kvcache.tensors import bytes_per_token
 from replicas.attention.backend import LayerCall
 from replicas.engine.dry_run import DryRun, spread_token_ids
 from replicas.engine.engine import Engine
+from replicas.engine.grammar_requests import GrammarRequests
 from replicas.engine_config import EngineConfig, Quantization
+from replicas.grammar.compiler import GrammarCompiler
+from replicas.grammar.llguidance_compiler import LLGuidanceCompiler
 from replicas.handoff.other_ranks import NoOtherRanks
 from replicas.handoff.wiring import HandoffWiring, RemoteWiring
 from replicas.model.kv_sizing import KVSize
@@ -39,6 +42,7 @@ from replicas.speculation.load import load_proposers
 from replicas.speculation.speculator import Speculator
 from replicas.speculation.step_cost import StepCost
 from replicas.speculation_config import SpeculationConfig
+from replicas.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +162,18 @@ def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring |
         handoffs=handoffs,
         leader=leader,
         speculator=speculator,
+        grammars=_grammars(config, loaded),
     )
+
+
+def _grammars(config: EngineConfig, loaded: LoadedModel) -> GrammarRequests:
+    """The tokenizer is read by the first request with a grammar, in a thread."""
+
+    def make_compiler() -> GrammarCompiler:
+        definition = Tokenizer.load(loaded.source, config.trust_remote_code).definition()
+        return LLGuidanceCompiler(definition, loaded.vocab_size, loaded.eos_token_ids)
+
+    return GrammarRequests(make_compiler, vocab_size=loaded.vocab_size, eos_token_ids=loaded.eos_token_ids)
 
 
 def _fingerprint(loaded: LoadedModel, config: EngineConfig) -> str:
