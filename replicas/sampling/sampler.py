@@ -20,9 +20,10 @@ from torch import Tensor
 
 from replicas.native.thread_team import without_torch_threads
 from replicas.request import TokenLogprob
+from replicas.sampling.masked_draw import BAD_LOGITS, NONE_ALLOWED, mask_logits, masked_draw
 from replicas.sampling.native_draw import MAX_TEMPERATURE, MIN_TEMPERATURE, NativeDraw
 from replicas.sampling.philox import uniforms
-from replicas.sampling.sampling_state import SamplingState, Words
+from replicas.sampling.sampling_state import SamplingState
 from replicas.sampling_params import MAX_LOGPROBS
 
 _CHUNK_ELEMENTS = 1 << 24
@@ -91,16 +92,17 @@ class Sampler:
                 token_ids[row] = argmax[row]
                 if not math.isfinite(best[row]):
                     errors[row] = BAD_LOGITS
-        direct: set[int] = set()
+        copied = others
         if self._native is not None and can_read:
-            direct = {row for row in others if not states[row].params.is_greedy and not states[row].edits_logits}
-            drawn = sorted(direct)
-            for row, token_id in zip(drawn, self._native.draw(logits_RV, drawn, [states[row] for row in drawn]), strict=True):
+            direct = [row for row in others if not states[row].params.is_greedy and not states[row].edits_logits]
+            for row, token_id in zip(direct, self._native.draw(logits_RV, direct, [states[row] for row in direct]), strict=True):
+                token_ids[row] = max(token_id, 0)
                 if token_id < 0:
                     errors[row] = BAD_LOGITS
-                else:
-                    token_ids[row] = token_id
-        copied = [row for row in others if row not in direct]
+            masked = [row for row in others if states[row].is_only_masked]
+            masked_draw(self._native, logits_RV, masked, [states[row] for row in masked], token_ids, errors)
+            done = {*direct, *masked}
+            copied = [row for row in others if row not in done]
         rows_per_chunk = max(1, _CHUNK_ELEMENTS // self.vocab_size)
         for start in range(0, len(copied), rows_per_chunk):
             chunk = copied[start : start + rows_per_chunk]
@@ -151,14 +153,12 @@ class Sampler:
             elif mask is not None and mask.error is not None:  # what it allows then means nothing
                 errors[rows[i]] = mask.error
             elif best[i] == -math.inf:
-                errors[rows[i]] = _NONE_ALLOWED
+                errors[rows[i]] = NONE_ALLOWED
             elif not math.isfinite(best[i]):
                 errors[rows[i]] = _OVERFLOW
 
 
-BAD_LOGITS = "the model produced logits that are not finite"
 _OVERFLOW = "penalties made the logits overflow; use a repetition_penalty nearer to 1"
-_NONE_ALLOWED = "no token is allowed: every one is suppressed or masked"
 
 
 def _take(work_RV: Tensor, rows: list[int]) -> Tensor:
@@ -217,19 +217,16 @@ def _apply_suppression(work_RV: Tensor, states: Sequence[SamplingState]) -> None
 
 def _apply_masks(work_RV: Tensor, states: Sequence[SamplingState]) -> None:
     """Only rows with a mask are touched."""
-    for row, state in enumerate(states):
-        if state.mask is not None:
-            forbidden_V = _forbidden(state.allowed_words(), work_RV.shape[1], work_RV.device)
-            work_RV[row].masked_fill_(forbidden_V, -math.inf)
-
-
-def _forbidden(words_W: Words, vocab_size: int, device: torch.device) -> Tensor:
-    """Bools [V], True for tokens without a bit. Bits, not bools, travel to a device."""
-    if device.type == "cpu":
-        bits_V = np.unpackbits(~words_W.view(np.uint8), bitorder="little", count=vocab_size)
-        return torch.from_numpy(bits_V.view(np.bool_))
-    words_W1 = torch.from_numpy(words_W).to(device)[:, None]
-    return ((words_W1 >> torch.arange(32, device=device, dtype=torch.int32)) & 1).flatten()[:vocab_size] == 0
+    rows = [row for row, state in enumerate(states) if state.mask is not None]
+    if work_RV.device.type == "cpu":
+        work = work_RV.numpy()
+        for row in rows:
+            mask_logits(work[row], states[row].allowed_words(), work[row])
+    elif rows:
+        words_NW = torch.from_numpy(np.stack([states[row].allowed_words() for row in rows])).to(work_RV.device)
+        bits_NW32 = words_NW[:, :, None] >> torch.arange(32, dtype=torch.int32, device=work_RV.device)
+        forbidden_NV = (bits_NW32 & 1).flatten(1)[:, : work_RV.shape[1]] == 0
+        work_RV[rows] = work_RV[rows].masked_fill(forbidden_NV, -math.inf)
 
 
 def _draw(work_SV: Tensor, states: Sequence[SamplingState]) -> Tensor:

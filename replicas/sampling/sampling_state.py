@@ -95,6 +95,11 @@ class SamplingState:
         return self._is_plain_greedy and self.mask is None and not self.suppressed_ids
 
     @property
+    def is_only_masked(self) -> bool:
+        """Whether nothing but a mask (and suppression, which the mask then includes) changes the logits."""
+        return self.mask is not None and not self.params.has_penalties and not self.params.logit_bias
+
+    @property
     def edits_logits(self) -> bool:
         """Whether penalties, bias, suppression or a mask change the model's logits before the next token is drawn."""
         return self.params.has_penalties or bool(self.params.logit_bias) or self.mask is not None or bool(self.suppressed_ids)
