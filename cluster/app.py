@@ -60,7 +60,8 @@ def graph(config: ClusterConfig, log_level: str, *, surge_percent: int) -> Appli
         graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
     )
     targets = {model.name: model.targets for model in config.models}
-    return gateway.bind(config.gateway, router, replicas, targets, log_level)
+    structured_output = {model.name: model.structured_output for model in config.models}
+    return gateway.bind(config.gateway, router, replicas, targets, structured_output, log_level)
 
 
 def _replicas(

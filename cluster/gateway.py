@@ -8,10 +8,13 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
+from cluster.grammar.check_pool import GrammarCheckPool
+from cluster.models.grammar_gate import GrammarGate
 from cluster.models.model_registry import ModelRegistry
 from cluster.serve.serve_backend import ServeBackend
 from cluster.settings.gateway_config import GatewayConfig
 from cluster.settings.latency_targets import LatencyTarget
+from cluster.settings.structured_output import StructuredOutputConfig
 from cluster.telemetry.access_log import log_access
 from cluster.telemetry.gateway_metrics import GatewayMetrics
 from cluster.telemetry.request_record import RequestRecorder
@@ -52,19 +55,30 @@ class Gateway:
         router: Any,
         replicas: dict[str, dict[Role, Any]],
         targets: dict[str, tuple[LatencyTarget, ...]],
+        structured_output: dict[str, StructuredOutputConfig],
         log_level: str,
     ) -> None:
-        """`replicas`: model -> role of the pool -> handle of its deployment; `targets`: model -> latency targets."""
+        """`replicas`: model -> role of the pool -> handle of its deployment; `targets`: model -> latency targets;
+        `structured_output`: model -> its rules for grammars."""
         start_logging(log_level)
         for caution in config.priorities.cautions:
             logger.info("%s", caution)
         self._config = config
         pools = {name: {role: over_grpc(handle) for role, handle in handles.items()} for name, handles in replicas.items()}
         self._backend = ServeBackend(over_grpc(router), pools)
-        self._models = ModelRegistry(tuple(replicas), self._backend, targets=targets, load_tokenizer=load_tokenizer)
+        self._grammars = GrammarCheckPool()
+        gates = {name: GrammarGate(rules, self._grammars) for name, rules in structured_output.items()}
+        self._models = ModelRegistry(tuple(replicas), self._backend, targets=targets, grammars=gates, load_tokenizer=load_tokenizer)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         metrics = GatewayMetrics()
-        app = create_app(self._backend, self._config, self._models, lambda: RequestRecorder(log_access, metrics), sends_request_id=False)
+        app = create_app(
+            self._backend,
+            self._config,
+            self._models,
+            lambda: RequestRecorder(log_access, metrics),
+            grammars=self._grammars,
+            sends_request_id=False,
+        )
         app.add_middleware(BodyTaken)  # the outermost
         return app

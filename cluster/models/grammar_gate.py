@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from cluster.failures import BadRequest
 from cluster.settings.structured_output import StructuredOutputConfig, Unsupported
+from replicas.grammar.checking.checks import CheckedGrammar
+from replicas.grammar.compiler import GrammarError
 from replicas.grammar_spec import GrammarSpec
 from replicas.response_format import AskedGrammar
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmittedGrammar:
-    """A grammar that a replica can enforce, as far as it can be told without the model's vocabulary."""
-
-    spec: GrammarSpec
-    dropped: tuple[str, ...] = ()
-    """Keywords of the client's schema that `spec` has no more, each with its path."""
-
-
-class RefusedGrammar(ValueError):
-    """The grammar cannot be enforced or is beyond a limit; the message is one line for the client."""
 
 
 class GrammarChecks(Protocol):
     """Checks grammars within bounds of time and memory, whatever they are."""
 
-    async def admit(self, spec: GrammarSpec, *, tenant: str, drops_unsupported: bool) -> AdmittedGrammar:
-        """Raises RefusedGrammar, or Unavailable while too many checks wait. With `drops_unsupported` a schema's keywords that cannot be
-        enforced are dropped instead."""
+    async def admit(self, spec: GrammarSpec, *, tenant: str, drops_unsupported: bool) -> CheckedGrammar:
+        """Raises GrammarError for one that cannot be enforced, Unavailable while too many checks wait. With `drops_unsupported` a schema's
+        keywords that cannot be enforced are dropped instead."""
         ...
 
 
@@ -42,7 +31,7 @@ class GrammarGate:
 
     async def admit(
         self, asked: AskedGrammar, *, tenant: str, unsupported: Unsupported | None = None, begins_after: str | None = None
-    ) -> AdmittedGrammar:
+    ) -> CheckedGrammar:
         """`unsupported` and `begins_after` are the request's own wishes; an empty `begins_after` means at once. Raises BadRequest naming
         the field, Unavailable."""
         wanted = self._config.begins_after if begins_after is None else begins_after
@@ -50,5 +39,5 @@ class GrammarGate:
         drops = (unsupported or self._config.unsupported) == "warn" and not asked.is_strict
         try:
             return await self._checks.admit(spec, tenant=tenant, drops_unsupported=drops)
-        except RefusedGrammar as error:
+        except GrammarError as error:
             raise BadRequest(f"Invalid value for '{asked.param}': {error}.", param=asked.param, code="invalid_grammar") from error

@@ -9,6 +9,7 @@ from cluster.telemetry.request_record import RequestRecord
 
 logger = logging.getLogger("manta.access")
 
+_MAX_KEYWORDS = 20
 _ROUTINE_PATHS = frozenset({"/health", "/version", "/debug/router"})  # load balancers ask every second
 
 
@@ -36,7 +37,7 @@ def log_access(record: RequestRecord) -> None:
         "failovers": record.num_failovers or None,
         "longest_pause_ms": _milliseconds(max(record.pauses_s, default=None)),
         "grammar": record.grammar,
-        "dropped_keywords": record.dropped_keywords or None,
+        "dropped_keywords": record.dropped_keywords[:_MAX_KEYWORDS] or None,
         "error": record.error,
         "prompt": record.prompt,
     }

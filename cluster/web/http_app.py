@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from cluster.backend import Backend
 from cluster.generation.request_events import RequestObserver
+from cluster.grammar.check_pool import GrammarCheckPool
 from cluster.models.model_registry import ModelRegistry
 from cluster.protocols.dialect import Dialect
 from cluster.protocols.dialects import DEFAULT_DIALECT, DIALECTS
@@ -31,16 +32,21 @@ def create_app(
     observe: Callable[[], RequestObserver],
     *,
     dialects: Sequence[Dialect] = DIALECTS,
+    grammars: GrammarCheckPool | None = None,
     sends_request_id: bool = True,
 ) -> FastAPI:
     """The whole HTTP surface over `backend`: with Serve behind it in production, with an engine in process in tests. `observe`
-    makes the observer of one request."""
+    makes the observer of one request. `grammars` are the checks that the gates of `models` use, started and ended with the application."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         backend.start()
         models.begin_loading()
+        if grammars is not None:
+            grammars.warm_up()
         yield
+        if grammars is not None:
+            await grammars.close()
         await models.close()
         await backend.close()
 

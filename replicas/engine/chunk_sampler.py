@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from replicas.request import TokenLogprob
-from replicas.sampling.sampler import BAD_LOGITS, Sampler
+from replicas.sampling.masked_draw import BAD_LOGITS
+from replicas.sampling.sampler import Sampler
 from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
 
 

@@ -32,8 +32,6 @@ def masked_draw(
     native: NativeDraw, logits_RV: Tensor, rows: list[int], states: list[SamplingState], token_ids: list[int], errors: dict[int, str]
 ) -> None:
     """Draws for `rows` (their `states` in the same order) into `token_ids` and `errors`. Does not change the logits."""
-    if not rows:
-        return
     logits = logits_RV.numpy()
     work_MV = np.empty((len(rows), logits.shape[1]), dtype=np.float32)
     for place, (row, state) in enumerate(zip(rows, states, strict=True)):

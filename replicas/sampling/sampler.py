@@ -94,15 +94,7 @@ class Sampler:
                     errors[row] = BAD_LOGITS
         copied = others
         if self._native is not None and can_read:
-            direct = [row for row in others if not states[row].params.is_greedy and not states[row].edits_logits]
-            for row, token_id in zip(direct, self._native.draw(logits_RV, direct, [states[row] for row in direct]), strict=True):
-                token_ids[row] = max(token_id, 0)
-                if token_id < 0:
-                    errors[row] = BAD_LOGITS
-            masked = [row for row in others if states[row].is_only_masked]
-            masked_draw(self._native, logits_RV, masked, [states[row] for row in masked], token_ids, errors)
-            done = {*direct, *masked}
-            copied = [row for row in others if row not in done]
+            copied = _draw_natively(self._native, logits_RV, others, states, token_ids, errors)
         rows_per_chunk = max(1, _CHUNK_ELEMENTS // self.vocab_size)
         for start in range(0, len(copied), rows_per_chunk):
             chunk = copied[start : start + rows_per_chunk]
@@ -156,6 +148,22 @@ class Sampler:
                 errors[rows[i]] = NONE_ALLOWED
             elif not math.isfinite(best[i]):
                 errors[rows[i]] = _OVERFLOW
+
+
+def _draw_natively(
+    native: NativeDraw, logits_RV: Tensor, rows: list[int], states: Sequence[SamplingState], token_ids: list[int], errors: dict[int, str]
+) -> list[int]:
+    """Draws for those of `rows` whose logits are used as they are, or under a mask alone; returns the others."""
+    direct = [row for row in rows if not states[row].params.is_greedy and not states[row].edits_logits]
+    for row, token_id in zip(direct, native.draw(logits_RV, direct, [states[row] for row in direct]), strict=True):
+        token_ids[row] = max(token_id, 0)
+        if token_id < 0:
+            errors[row] = BAD_LOGITS
+    masked = [row for row in rows if states[row].is_only_masked]
+    if masked:
+        masked_draw(native, logits_RV, masked, [states[row] for row in masked], token_ids, errors)
+    done = {*direct, *masked}
+    return [row for row in rows if row not in done]
 
 
 _OVERFLOW = "penalties made the logits overflow; use a repetition_penalty nearer to 1"
@@ -224,9 +232,13 @@ def _apply_masks(work_RV: Tensor, states: Sequence[SamplingState]) -> None:
             mask_logits(work[row], states[row].allowed_words(), work[row])
     elif rows:
         words_NW = torch.from_numpy(np.stack([states[row].allowed_words() for row in rows])).to(work_RV.device)
-        bits_NW32 = words_NW[:, :, None] >> torch.arange(32, dtype=torch.int32, device=work_RV.device)
-        forbidden_NV = (bits_NW32 & 1).flatten(1)[:, : work_RV.shape[1]] == 0
-        work_RV[rows] = work_RV[rows].masked_fill(forbidden_NV, -math.inf)
+        work_RV[rows] = work_RV[rows].masked_fill(forbidden_tokens(words_NW, work_RV.shape[1]), -math.inf)
+
+
+def forbidden_tokens(words_NW: Tensor, vocab_size: int) -> Tensor:
+    """Bools [N, V] on the words' device, True for tokens without a bit."""
+    bits_NW32 = words_NW[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words_NW.device)
+    return (bits_NW32 & 1).flatten(1)[:, :vocab_size] == 0
 
 
 def _draw(work_SV: Tensor, states: Sequence[SamplingState]) -> Tensor:

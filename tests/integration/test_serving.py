@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 import ray
@@ -119,6 +120,58 @@ async def test_replica_killed_in_mid_stream_is_only_a_pause(client: AsyncOpenAI,
     busy = next(replica_id for replica_id, replica in view["replicas"].items() if replica["num_running"])
     kill_actor(f"#{busy}")
     assert await asyncio.gather(*streams) == [expected] * 4
+    await deployed.wait_until(lambda model: busy not in model["replicas"] and len(model["replicas"]) == 2, timeout_s=60)
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+
+
+async def test_answers_under_a_schema_validate_whole_and_streamed(client: AsyncOpenAI) -> None:
+    properties = {
+        "colour": {"enum": ["ultramarine", "vermilion"]},
+        "number_of_pieces": {"type": "integer", "minimum": 10, "maximum": 99},
+        "note": {"type": "string", "maxLength": 12},
+    }
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    options: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "response_format": schema_format(schema)}
+    for seed in range(3):
+        whole = await client.chat.completions.create(model=MODEL, seed=seed, **options)
+        assert whole.choices[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(whole.choices[0].message.content), schema)
+        stream = await client.chat.completions.create(model=MODEL, seed=seed, stream=True, **options)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == whole.choices[0].message.content
+    word = await complete(client, "x", max_tokens=20, extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
+    assert word.choices[0].text in ("yes", "no")
+
+
+async def test_schema_that_cannot_be_enforced_is_refused_by_name_or_reduced(client: AsyncOpenAI) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3, "uniqueItems": True}
+    outputs = {"json": schema}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
+        await complete(client, "x", extra_body={"structured_outputs": outputs})
+    assert (refused.value.param, refused.value.code) == ("structured_outputs.json", "invalid_grammar")
+    answer = await client.completions.with_raw_response.create(
+        model=MODEL, prompt="x", max_tokens=20, extra_body={"structured_outputs": {**outputs, "unsupported": "warn"}}
+    )
+    assert "uniqueItems" in answer.headers["x-unsupported-keywords"]
+    jsonschema.validate(json.loads(answer.parse().choices[0].text), {**schema, "uniqueItems": False})
+
+
+async def test_replica_killed_in_mid_json_continues_to_the_same_valid_document(client: AsyncOpenAI, deployed: Deployed) -> None:
+    item = {"type": "object", "properties": {"measured_value": {"type": "integer", "minimum": 0, "maximum": 9_999_999}}}
+    item |= {"required": ["measured_value"], "additionalProperties": False}
+    schema = {"type": "array", "items": item, "minItems": 200, "maxItems": 200}
+    options = {"max_tokens": 3500, "seed": 4, "extra_body": {"response_format": schema_format(schema)}}
+    expected = (await complete(client, "A long list", **options)).choices[0].text
+    jsonschema.validate(json.loads(expected), schema)
+    started = asyncio.Event()
+    stream = asyncio.create_task(streamed_text(client, "A long list", started, **options))
+    await started.wait()
+    await deployed.wait_until(lambda model: any(replica["num_running"] for replica in model["replicas"].values()))
+    busy = next(replica_id for replica_id, replica in (await deployed.view())["replicas"].items() if replica["num_running"])
+    kill_actor(f"#{busy}")
+    assert await stream == expected
     await deployed.wait_until(lambda model: busy not in model["replicas"] and len(model["replicas"]) == 2, timeout_s=60)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.failures import Unavailable
-from cluster.models.grammar_gate import AdmittedGrammar, RefusedGrammar
+from replicas.grammar.checking.checks import CheckedGrammar
+from replicas.grammar.compiler import GrammarError
 from replicas.grammar_spec import GrammarSpec
 
 DROPPED = ("uniqueItems at $.properties.größe", "not at $")
@@ -17,12 +18,12 @@ class FakeGrammarChecks:
     def __init__(self) -> None:
         self.asked: list[tuple[GrammarSpec, str, bool]] = []
 
-    async def admit(self, spec: GrammarSpec, *, tenant: str, drops_unsupported: bool) -> AdmittedGrammar:
+    async def admit(self, spec: GrammarSpec, *, tenant: str, drops_unsupported: bool) -> CheckedGrammar:
         self.asked.append((spec, tenant, drops_unsupported))
         if "busy" in spec.text:
             raise Unavailable("The checks of grammars are busy.", retry_after_s=3.2)
         if "reducible" in spec.text and drops_unsupported:
-            return AdmittedGrammar(spec=replace(spec, text="{}"), dropped=DROPPED)
+            return CheckedGrammar(spec=replace(spec, text="{}"), dropped=DROPPED)
         if "refused" in spec.text or "reducible" in spec.text:
-            raise RefusedGrammar("uniqueItems at $.items cannot be enforced")
-        return AdmittedGrammar(spec=spec)
+            raise GrammarError("uniqueItems at $.items cannot be enforced")
+        return CheckedGrammar(spec=spec)

@@ -11,6 +11,7 @@ from ray.serve.exceptions import RayServeException
 from cluster.app import build, graph
 from cluster.settings.config import read_config
 from cluster.settings.latency_targets import LatencyTarget
+from cluster.settings.structured_output import StructuredOutputConfig
 
 
 def graph_of(*models: dict[str, Any]) -> Application:
@@ -34,8 +35,10 @@ def test_build_refuses_wrong_args_in_one_line() -> None:
 def test_graph_binds_a_deployment_for_each_pool_of_a_model() -> None:
     pools = {"prefill": {"num_replicas": 2, "engine": {"num_threads": 3}}, "decode": {"num_replicas": 3, "engine": {"num_threads": 1}}}
     unified = {"name": "b", "drain_s": 5, "engine": {"num_threads": 2}, "targets": [{"priority": 0, "ttft_s": 2}]}
+    unified["structured_output"] = {"unsupported": "warn"}
     application = graph_of({"name": "org/a", "mode": "disaggregated", "drain_s": 5, "engine": {"kv_lease_s": 7}, **pools}, unified)
-    _, _, replicas, targets, _ = application._bound_deployment.init_args
+    _, _, replicas, targets, structured_output, _ = application._bound_deployment.init_args
+    assert structured_output == {"org/a": StructuredOutputConfig(), "b": StructuredOutputConfig(unsupported="warn")}
     assert targets == {"org/a": (), "b": (LatencyTarget(priority=0, ttft_s=2.0),)}
     assert {model: tuple(roles) for model, roles in replicas.items()} == {"org/a": ("prefill", "decode"), "b": ("unified",)}
     deployments = [one._bound_deployment for roles in replicas.values() for one in roles.values()]

@@ -15,12 +15,17 @@ from kvcache.block_pool import BlockPool
 from replicas.engine.engine import Engine
 from replicas.engine.grammar_requests import GrammarRequests
 from replicas.model_description import ModelDescription
+from replicas.native.build import load_native_library
 from replicas.request import FailureCause, FinishReason, GenerationRequest, RequestKey, RequestProgress, RequestRejected
+from replicas.sampling.native_draw import NativeDraw
 from replicas.sampling.philox import uniforms
 from replicas.sampling.sampler import Sampler
 from replicas.sampling_params import SamplingParams
-from replicas.scheduling.scheduler import Scheduler, SchedulerConfig
+from replicas.scheduling.request_state import RequestState
+from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.scheduler_config import SchedulerConfig
 from tests.engine_harness import Generated, run
+from tests.scripted_proposer import ScriptedProposer, eager_speculator
 from tests.unit.hand_grammar import AutomatonMatcher, HandCompiler, grammar
 from tests.unit.table_runner import VOCAB_SIZE, TableRunner
 
@@ -52,18 +57,27 @@ PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [20, 21])
 
 
 @contextmanager
-def engine_with(compiler: HandCompiler | None = None, *, num_blocks: int = 60, budget: int = 32) -> Iterator[tuple[Engine, HandCompiler]]:
-    compiler = compiler or HandCompiler(COMPILERS)
+def engine_with(
+    compiler: HandCompiler | None = None,
+    *,
+    num_blocks: int = 60,
+    budget: int = 32,
+    native: NativeDraw | None = None,
+    draft: Callable[[RequestState, int], Sequence[int]] | None = None,
+) -> Iterator[tuple[Engine, HandCompiler]]:
+    made = compiler or HandCompiler(COMPILERS)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=64, eos_token_ids=frozenset({EOS}))
+    scheduler = Scheduler(config, BlockPool(num_blocks, 4))
     engine = Engine(
-        scheduler=Scheduler(config, BlockPool(num_blocks, 4)),
+        scheduler=scheduler,
         runner=TableRunner(),
-        sampler=Sampler(VOCAB_SIZE),
+        sampler=Sampler(VOCAB_SIZE, native),
         description=ModelDescription(max_model_len=64, vocab_size=VOCAB_SIZE, block_size=4, dtype="float32", tokenizer_source="none"),
-        grammars=GrammarRequests(lambda: compiler, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS})),
+        speculator=None if draft is None else eager_speculator(scheduler.drafts, ScriptedProposer(draft)),
+        grammars=GrammarRequests(lambda: made, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS})),
     )
     try:
-        yield engine, compiler
+        yield engine, made
         assert engine.stats().num_free_blocks == num_blocks
     finally:
         engine.close()
@@ -151,13 +165,21 @@ def results(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Gener
     return [replace(result, num_cached_tokens=0, logprobs=[]) for result in run(engine, requests)]
 
 
+@pytest.fixture(scope="module")
+def compiled() -> NativeDraw:
+    return NativeDraw(load_native_library())
+
+
 @pytest.mark.parametrize("spec", ["numbers", "numbers, none forced"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_batch_of_constrained_and_free_rows_equals_each_by_the_reference(name: str, spec: str) -> None:
+def test_batch_of_constrained_and_free_rows_equals_each_by_the_reference(name: str, spec: str, compiled: NativeDraw) -> None:
+    """Drawn by torch and by the compiled kernel."""
     params = [params_for(name, spec), params_for(name, None), params_for(name, spec), params_for("greedy", None)]
     requests = [request(number, one) for number, one in enumerate(params)]
-    with engine_with() as (engine, _):
-        assert results(engine, requests) == [reference(one) for one in requests]
+    expected = [reference(one) for one in requests]
+    for native in (None, compiled):
+        with engine_with(native=native) as (engine, _):
+            assert results(engine, requests) == expected
 
 
 def test_forced_tokens_take_no_step_and_are_counted() -> None:
@@ -254,26 +276,22 @@ def endings(engine: Engine) -> list[RequestProgress]:
     return found
 
 
-def test_drafts_of_any_quality_change_no_constrained_token() -> None:
-    """The engine is stepped by hand, with drafts of which the first are right and the rest are not; a draft never leads over the end."""
+@pytest.mark.parametrize("name", ["greedy", "sampled", "penalties"])
+def test_drafts_of_any_quality_change_no_constrained_token(name: str) -> None:
+    """The first drafts are right and the rest are not; right ones may lead to the end of a text, wrong ones beyond it."""
     random = np.random.default_rng(3)
-    for name in ("greedy", "sampled", "penalties"):
-        asked = [request(number, params_for(name, spec)) for number, spec in enumerate(("numbers", "numbers, none forced", "numbers"))]
-        expected = [reference(one) for one in asked]
-        answers = {one.key: answer.token_ids for one, answer in zip(asked, expected, strict=True)}
-        found = {one.key: Generated() for one in asked}
-        with engine_with() as (engine, _):
-            for one in asked:
-                engine.add_request(one)
-            while engine.has_work:
-                for item in engine.step().progress:
-                    found[item.key].token_ids += item.token_ids
-                    found[item.key].finish_reason = item.finish_reason
-                engine.check()
-                for state in engine.scheduler.running:
-                    right = answers[state.key][state.num_output_tokens :][: int(random.integers(0, 6))]
-                    engine.scheduler.propose(state.key, [*right, *random.integers(0, VOCAB_SIZE, 3).tolist()])
-        assert list(found.values()) == expected
+    asked = [request(number, params_for(name, spec)) for number, spec in enumerate(("numbers", "numbers, none forced", "numbers"))]
+    expected = [reference(one) for one in asked]
+    answers = {one.key: answer.token_ids for one, answer in zip(asked, expected, strict=True)}
+
+    def draft(state: RequestState, _: int) -> Sequence[int]:
+        right = answers[state.key][state.num_output_tokens :][: int(random.integers(0, 6))]
+        return [*right, *random.integers(0, VOCAB_SIZE, 3).tolist()]
+
+    with engine_with(draft=draft) as (engine, _):
+        assert results(engine, asked) == expected
+        (drafts,) = engine.stats().drafts
+    assert 0 < drafts.num_accepted < drafts.num_drafted
 
 
 def test_slow_grammar_holds_up_neither_free_requests_nor_other_grammars() -> None:

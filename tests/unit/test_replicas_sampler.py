@@ -20,9 +20,9 @@ from transformers.generation.logits_process import (
 from replicas.native.build import load_native_library
 from replicas.sampling.native_draw import NativeDraw
 from replicas.sampling.philox import uniforms
-from replicas.sampling.sampler import Sampler, edit_logits, filtered_probs, inverse_cdf
+from replicas.sampling.sampler import Sampler, edit_logits, filtered_probs, forbidden_tokens, inverse_cdf
 from tests.unit.growing_state import state
-from tests.unit.hand_grammar import FakeMask
+from tests.unit.hand_grammar import FakeMask, packed
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +204,12 @@ def test_mask_of_every_word_boundary_allows_exactly_its_tokens(native):
     for token_id in (0, 31, 32, 63, 64, 79):
         sampled = Sampler(80, native).sample(torch.zeros(2, 80), [state(mask=only([token_id], 80)), state(temperature=0.0)])
         assert sampled.token_ids[0] == token_id
+
+
+def test_masks_unpacked_as_on_a_device_forbid_all_tokens_without_a_bit():
+    words = np.stack([packed(allowed, 80) for allowed in ([0, 31, 79], range(80), [32])])
+    forbidden = forbidden_tokens(torch.from_numpy(words), 80)
+    assert [[token for token in range(80) if not row[token]] for row in forbidden.tolist()] == [[0, 31, 79], list(range(80)), [32]]
 
 
 def test_mask_that_breaks_while_it_is_computed_fails_its_row_alone(native):

@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 
 from cluster.generation.prepared_generation import PreparedGeneration
 from cluster.generation.request_context import RequestContext
-from cluster.models.grammar_gate import AdmittedGrammar
 from cluster.models.served_model import ServedModel
 from cluster.protocols.dialect import AnswerWriter, StreamWriter
 from cluster.protocols.openai.answer_form import AnswerForm
 from cluster.protocols.openai.generation_fields import GenerationFields
 from cluster.protocols.wire import unsupported
+from replicas.grammar.checking.checks import CheckedGrammar
 from replicas.response_format import AskedGrammar
 
 Body = TypeVar("Body", bound=GenerationFields)
@@ -35,7 +35,7 @@ class BodyCall(Generic[Body]):
     def user(self) -> str | None:
         return self.body.user
 
-    async def admitted_grammar(self, model: ServedModel, context: RequestContext) -> AdmittedGrammar | None:
+    async def admitted_grammar(self, model: ServedModel, context: RequestContext) -> CheckedGrammar | None:
         """The grammar that the body asks for, checked. Raises BadRequest, Unavailable."""
         asked, options = self.asked_grammar, self.body.structured_outputs
         if asked is None:

@@ -9,11 +9,11 @@ from typing import TypeVar
 from cluster.failures import BadRequest
 from cluster.generation.prepared_generation import prepare_generation
 from cluster.generation.request_context import RequestContext
-from cluster.models.grammar_gate import AdmittedGrammar
 from cluster.models.served_model import ServedModel
 from cluster.protocols.openai.answer_form import AnswerForm
 from cluster.protocols.openai.generation_fields import GenerationFields
 from cluster.protocols.wire import shown
+from replicas.grammar.checking.checks import CheckedGrammar
 from replicas.grammar_spec import GrammarSpec
 from replicas.sampling_params import SamplingParams
 
@@ -30,7 +30,7 @@ def prepare(
     prompt_param: str,
     max_tokens: int | None,
     logprobs: int | None,
-    grammar: AdmittedGrammar | None = None,
+    grammar: CheckedGrammar | None = None,
     echoes: tuple[str, ...] = (),
     echoed_logprobs: int | None = None,
     predicted_ids: tuple[int, ...] = (),
