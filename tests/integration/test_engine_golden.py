@@ -1,11 +1,13 @@
 """The golden rule: greedy tokens equal transformers' generate on the default model, however the work is cut up."""
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -14,6 +16,8 @@ from kvcache.block_pool import BlockPool
 from replicas.engine.engine import Engine
 from replicas.engine.loader import load_engine
 from replicas.engine_config import EngineConfig
+from replicas.grammar_spec import GrammarKind, GrammarSpec
+from replicas.request import FinishReason
 from replicas.sampling_params import SamplingParams
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.scheduler_config import SchedulerConfig
@@ -141,6 +145,32 @@ def test_seed_alone_and_batched_gives_the_same_tokens(engine: Engine, prompts: l
         assert alone.token_ids == batched[index].token_ids
     other = run(_rescheduled(engine, budget=2048, caching=True), requests_for(prompts[:1], params, seeds=[5]))
     assert other[0].token_ids != batched[0].token_ids
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_constrained_and_free_rows_beside_each_other_are_as_alone(
+    engine: Engine, default_model_dir: Path, prompts: list[list[int]], default_tokenizer: Tokenizer, dtype: str
+) -> None:
+    """The native runner keeps every bit in bfloat16 too. Constrained answers are valid."""
+    if dtype == "bfloat16":
+        engine = _load(default_model_dir, dtype="bfloat16", runner="native")
+    properties = {"short_name": {"type": "string", "maxLength": 20}, "number_of_people": {"type": "integer", "minimum": 1, "maximum": 99}}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    free = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=48, ignore_eos=True)
+    constrained = replace(free, ignore_eos=False, grammar=GrammarSpec(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema)))
+    chosen = [prompts[index] for index in _shortest(prompts)[:6]]
+    requests = [
+        replace(request, params=constrained if index % 2 else free)
+        for index, request in enumerate(requests_for(chosen, free, prefix=dtype))
+    ]
+    together = [(result.token_ids, result.finish_reason) for result in run(engine, requests)]
+    for request, found in zip(requests, together, strict=True):
+        (alone,) = run(engine, [replace(request, request_id=f"{request.request_id}-alone")])
+        assert (alone.token_ids, alone.finish_reason) == found
+    for token_ids, reason in together[1::2]:
+        assert reason is FinishReason.STOP
+        jsonschema.validate(json.loads(default_tokenizer.decode(token_ids, skip_special_tokens=True)), schema)
+    engine.scheduler.check()
 
 
 def test_choices_share_the_prompt_and_differ_by_choice(engine: Engine, prompts: list[list[int]]) -> None:
