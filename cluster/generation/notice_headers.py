@@ -8,7 +8,7 @@ from cluster.generation.prepared_generation import PreparedGeneration
 
 UNSUPPORTED_HEADER = "X-Unsupported-Keywords"
 _MAX_CHARS = 1_000
-_SAFE = " :./$[]()*@-_~!'"
+_SAFE = " #:./$[]()*@-_~!'"
 """Printable characters that mean nothing in a header. Everything else in the names of a schema is percent-encoded."""
 
 

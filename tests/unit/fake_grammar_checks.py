@@ -9,7 +9,7 @@ from replicas.grammar.checking.checks import CheckedGrammar
 from replicas.grammar.compiler import GrammarError
 from replicas.grammar_spec import GrammarSpec
 
-DROPPED = ("uniqueItems at $.properties.größe", "not at $")
+DROPPED = ("#/properties/größe/uniqueItems", "#/not")
 
 
 class FakeGrammarChecks:
@@ -25,5 +25,5 @@ class FakeGrammarChecks:
         if "reducible" in spec.text and drops_unsupported:
             return CheckedGrammar(spec=replace(spec, text="{}"), dropped=DROPPED)
         if "refused" in spec.text or "reducible" in spec.text:
-            raise GrammarError("uniqueItems at $.items cannot be enforced")
+            raise GrammarError("#/items/uniqueItems cannot be enforced")
         return CheckedGrammar(spec=spec)
