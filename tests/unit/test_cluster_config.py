@@ -212,6 +212,14 @@ def test_shipped_config_is_valid(path: str) -> None:
             {"models": [{"name": "a", "targets": [{"ttf_s": 1}]}]},
             "args: models[0].targets[0].ttf_s: unknown key; did you mean 'ttft_s'?",
         ),
+        (
+            {"models": [{"name": "a", "structured_output": {"unsupported": "ignore"}}]},
+            "args: models[0].structured_output.unsupported: input should be 'refuse' or 'warn', got 'ignore'",
+        ),
+        (
+            {"models": [{"name": "a", "structured_output": {"begins_after": ""}}]},
+            "args: models[0].structured_output.begins_after must have 1 to 64 characters",
+        ),
         ({"models": [{"name": "a", "drain_s": 1e12}]}, "args: models[0].drain_s must be from 0 to"),
         (_disaggregated(decode={"num_replicas": 0}), "args: models[0].decode.num_replicas must be at least 1, got 0"),
         (_disaggregated(prefill={"engine": {"max_num_seqs": 0}}), "args: models[0].prefill.engine.max_num_seqs must be at least 1, got 0"),
