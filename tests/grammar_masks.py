@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from replicas.grammar.llguidance_compiler import LLGuidanceCompiler
@@ -31,10 +33,21 @@ def token_ids(backend: Tokenizer, text: str) -> list[int]:
     return list(backend.encode(text, add_special_tokens=False).ids)
 
 
-def allowed_tokens(matcher: GrammarMatcher, num_rows: int = NUM_ROWS) -> frozenset[int]:
+def mask_row(matcher: GrammarMatcher, num_rows: int = NUM_ROWS) -> npt.NDArray[np.int32]:
     row = np.zeros((num_rows + 31) // 32, dtype=np.int32)
     matcher.fill(row)
-    return frozenset(np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0].tolist())
+    return row
+
+
+def drawn_token(matcher: GrammarMatcher, draw: random.Random) -> int:
+    """One of the allowed tokens, EOS only if no other is: the model that least wants to end."""
+    allowed = np.unpackbits(mask_row(matcher).view(np.uint8), bitorder="little").nonzero()[0]
+    others = allowed[allowed != EOS]
+    return int(others[draw.randrange(len(others))]) if len(others) else EOS
+
+
+def allowed_tokens(matcher: GrammarMatcher, num_rows: int = NUM_ROWS) -> frozenset[int]:
+    return frozenset(np.unpackbits(mask_row(matcher, num_rows).view(np.uint8), bitorder="little").nonzero()[0].tolist())
 
 
 def refused_at(matcher: GrammarMatcher, ids: list[int]) -> int | None:

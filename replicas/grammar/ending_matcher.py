@@ -27,7 +27,7 @@ class EndingMatcher:
     def fill(self, row: npt.NDArray[np.int32]) -> None:
         self._inner.fill(row)
         if self._inner.num_tokens >= self._ends_from and self._inner.error is None:
-            self._ending.narrow(row, self._string.current)
+            self._ending.narrow(row, self._string.current, self._inner.num_tokens)
 
     def accept(self, token_id: int) -> bool:
         if not self._inner.accept(token_id):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+import numpy as np
+
+from replicas.grammar.matcher import GrammarMatcher
 from replicas.grammar.token_rows import Row, TokenRows
 
 _CLOSING = b"}]"
 # First bytes of tokens outside a string, best first: what ends a number or goes on to the next thing that is required, then values that
 # take one token, then those that must be closed again.
+# Single characters inside a string that may not end yet, best first: an address needs its @, a URI its colon, a pattern often a separator.
+_PROGRESS = (b"@", b":", b"-_./ #+")
 _PREFERRED = (b",", b":", b"tfn", b"0123456789", b"-", b'"', b"[", b"{")
 
 
@@ -44,14 +49,41 @@ class JsonEnding:
             StringPlace.INSIDE: (tokens.row_of(quotes),),
             StringPlace.ESCAPED: (),
         }
+        single = [
+            [number for byte in each for number in by_first.get(byte, ()) if len(tokens.token_bytes[number]) == 1] for each in _PROGRESS
+        ]
+        self._progress = tuple(map(tokens.row_of, single))
 
-    def narrow(self, row: Row, place: StringPlace) -> None:
-        """Takes from `row`, in place, every token that goes on where another one ends."""
-        for preferred in self._preferences[place]:
+    def narrow(self, row: Row, place: StringPlace, num_tokens: int) -> None:
+        """Takes from `row`, in place, every token that goes on where another one ends.
+
+        A string that may not end yet is free at every other token, so that neither letters nor separators go on for ever.
+        """
+        wants_progress = place is StringPlace.INSIDE and num_tokens % 2 == 0
+        for preferred in (*self._preferences[place], *(self._progress if wants_progress else ())):
             best = row & preferred
             if best.any():
                 row[:] = best
                 return
+
+
+def least_tokens(matcher: GrammarMatcher, num_words: int, most: int) -> int:
+    """About how many tokens the shortest answer has, at most `most`: the first allowed one is taken each time. `matcher` has narrowed masks
+    and is used up."""
+    row = np.zeros(num_words, dtype=np.int32)
+    num = 0
+    while num < most and not matcher.must_end and matcher.error is None:
+        forced = matcher.forced_tokens()[: most - num]
+        if not forced:
+            matcher.fill(row)
+            word = int(row.view(np.uint32).nonzero()[0][0])
+            bits = int(row.view(np.uint32)[word])
+            forced = [32 * word + (bits & -bits).bit_length() - 1]
+        taken = matcher.accept_all(forced)
+        if taken == 0:
+            break
+        num += taken
+    return num
 
 
 class StringState:

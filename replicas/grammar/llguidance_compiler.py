@@ -15,7 +15,7 @@ from replicas.grammar.begin_marker import BeginMarker
 from replicas.grammar.big_stack import BigStackThread
 from replicas.grammar.compiler import GrammarError, GrammarStatistics
 from replicas.grammar.ending_matcher import EndingMatcher
-from replicas.grammar.json_ending import JsonEnding
+from replicas.grammar.json_ending import JsonEnding, least_tokens
 from replicas.grammar.llguidance_matcher import LLGuidanceMatcher
 from replicas.grammar.llguidance_text import grammar_text, one_line, parser_limits
 from replicas.grammar.marked_matcher import MarkedMatcher
@@ -27,7 +27,11 @@ from replicas.grammar_spec import GrammarKind, GrammarSpec
 DEFAULT_MAX_CACHED = 64
 _MAX_MARKERS = 16
 _FREE_SHARE = 0.75
-"""Part of `max_tokens` after which a JSON text is brought to its end."""
+"""Part of `max_tokens` after which a JSON text is brought to its end, at the latest."""
+_LEAST_RESERVE = 8
+"""Tokens kept beside those of the shortest answer."""
+_MOST_LEAST_TOKENS = 600
+"""How far the shortest answer is looked for."""
 _JSON = frozenset([GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT])
 
 
@@ -57,6 +61,7 @@ class LLGuidanceCompiler:
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
         self._masters: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # spec key -> never advanced, least recently used first
+        self._least_tokens: dict[str, int] = {}  # of the same keys: tokens of about the shortest answer
         self._statistics = GrammarStatistics()
         self._ending: JsonEnding | None = None  # with the vocabulary
         self._markers: dict[str, BeginMarker] = {}  # text -> its marker; a model has one, clients may name others
@@ -78,7 +83,9 @@ class LLGuidanceCompiler:
         matcher = LLGuidanceMatcher(master.deep_copy(), (self._num_rows + 31) // 32, self._eos_token_ids)
         if max_tokens is None or spec.kind not in _JSON:
             return matcher
-        return EndingMatcher(matcher, self._ending, int(_FREE_SHARE * max_tokens) - num_before)
+        least = self._least_tokens.get(spec.key, 0)
+        ends_from = min(int(_FREE_SHARE * max_tokens), max_tokens - least - max(_LEAST_RESERVE, least // 4))
+        return EndingMatcher(matcher, self._ending, ends_from - num_before)
 
     def statistics(self) -> GrammarStatistics:
         with self._lock:
@@ -107,11 +114,14 @@ class LLGuidanceCompiler:
         except GrammarError:
             self._count(start_s, is_refused=True)
             raise
+        least = self._least(master) if spec.kind in _JSON else 0
         self._count(start_s, is_refused=False)
         with self._lock:
             self._masters[key] = master
+            self._least_tokens[key] = least
             while len(self._masters) > self._max_cached:
-                self._masters.popitem(last=False)
+                oldest, _ = self._masters.popitem(last=False)
+                del self._least_tokens[oldest]
         return master
 
     def _compile(self, spec: GrammarSpec) -> llguidance.LLMatcher:
@@ -124,6 +134,12 @@ class LLGuidanceCompiler:
         if master.is_error():
             raise GrammarError(one_line(master.get_error()))
         return master
+
+    def _least(self, master: llguidance.LLMatcher) -> int:
+        assert self._ending is not None, "the grammar was compiled with the vocabulary"
+        num_words = self._ending.tokens.num_words
+        matcher = EndingMatcher(LLGuidanceMatcher(master.deep_copy(), num_words, self._eos_token_ids), self._ending, 0)
+        return least_tokens(matcher, num_words, _MOST_LEAST_TOKENS)
 
     def _vocabulary(self) -> llguidance.LLTokenizer:
         """Raises GrammarError for a tokenizer whose tokens cannot be told as bytes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from decimal import Decimal
 from typing import Any
 
 import jsonschema
@@ -59,7 +60,8 @@ def main() -> None:
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         for seed in range(options.seeds):
             names.append(name)
-            validators.append(kind(schema, format_checker=kind.FORMAT_CHECKER))
+            exact = json.loads(spec.text, parse_float=Decimal)  # in floats, 17.56 is no multiple of 0.01
+            validators.append(kind(exact, format_checker=kind.FORMAT_CHECKER))
             conversations.append([{"role": "user", "content": ASK + json.dumps(schema)[:MAX_PROMPT_CHARS]}])
             params.append(SamplingParams(max_tokens=options.max_tokens, temperature=1.0, seed=seed, grammar=spec))
     with LLM(options.model) as llm:
@@ -72,7 +74,7 @@ def main() -> None:
         ends[answer.finish_reason.value] += 1
         if answer.finish_reason.value == "stop":
             try:
-                validator.validate(json.loads(answer.text))
+                validator.validate(json.loads(answer.text, parse_float=Decimal))
             except (ValueError, jsonschema.ValidationError) as error:
                 wrong.append(f"{name}: {str(error).splitlines()[0]}: {answer.text[:200]}")
         else:

@@ -13,7 +13,7 @@ from replicas.grammar.json_ending import StringPlace, StringState
 from replicas.grammar.llguidance_compiler import LLGuidanceCompiler
 from replicas.grammar.token_rows import TokenRows
 from replicas.grammar_spec import GrammarKind, GrammarSpec
-from tests.grammar_masks import EOS, allowed_tokens, default_backend, default_compiler, token_ids
+from tests.grammar_masks import EOS, allowed_tokens, default_backend, default_compiler, drawn_token, mask_row, token_ids
 
 NODE = {
     "type": "object",
@@ -25,12 +25,17 @@ LONG = {
     "properties": {"text": {"type": "string", "minLength": 5}, "ok": {"type": "boolean"}},
     "required": ["text", "ok"],
 }
+OPTIONAL = {f"optional_{number}": {"type": "string"} for number in range(3)}
+REQUIRED = {f"required_{number}": {"enum": ["red", "blue"]} for number in range(7)}
 SCHEMAS = {
     "tree": {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
     "numbers": {"type": "array", "items": {"type": "number"}, "minItems": 2},
     "map": {"type": "object", "additionalProperties": {"type": ["string", "null", "object"]}},
     "long": LONG,
     "number": {"type": "number"},
+    "address": {"type": "object", "properties": {"mail": {"type": "string", "format": "email"}}, "required": ["mail"]},
+    "code": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]+-[0-9]+$"}, "minItems": 1},
+    "many": {"type": "object", "properties": OPTIONAL | REQUIRED, "required": list(REQUIRED), "additionalProperties": False},
 }
 
 
@@ -55,30 +60,40 @@ def test_random_text_ends_within_max_tokens_and_is_valid(
         ids: list[int] = []
         while EOS not in ids:
             assert len(ids) < 96, default_backend(default_model_dir).decode(ids)
-            allowed = allowed_tokens(matcher)
-            # Until the end is near, never choose an end: the worst model.
-            usual = sorted(allowed - {EOS})
-            ids.append(EOS if not usual else draw.choice(usual))
+            ids.append(drawn_token(matcher, draw))
             assert matcher.accept(ids[-1])
         text = default_backend(default_model_dir).decode(ids[:-1], skip_special_tokens=False)
         jsonschema.Draft202012Validator(SCHEMAS[name]).validate(json.loads(text))
 
 
-def test_masks_are_narrowed_only_behind_three_quarters_of_the_tokens(compiler: LLGuidanceCompiler) -> None:
-    near, far = compiler.matcher(spec_of("long"), max_tokens=16), compiler.matcher(spec_of("long"))
+def test_masks_are_narrowed_only_when_three_quarters_of_the_tokens_are_used(compiler: LLGuidanceCompiler, default_model_dir: Path) -> None:
+    near, far = compiler.matcher(spec_of("long"), max_tokens=200), compiler.matcher(spec_of("long"))
+    backend = default_backend(default_model_dir)
+    (letter,) = token_ids(backend, "x")
+    ids = [*token_ids(backend, '{"text":"'), *([letter] * 200)]
     narrowed = []
-    draw = random.Random(3)
-    for _ in range(16):
-        wide, narrow = allowed_tokens(far), allowed_tokens(near)
-        assert narrow <= wide
-        narrowed.append(narrow != wide)
-        token_id = draw.choice(sorted(narrow))
+    for token_id in ids[:152]:
+        wide, narrow = mask_row(far), mask_row(near)
+        assert not (narrow & ~wide).any()
+        narrowed.append(bool((narrow != wide).any()))
         assert near.accept(token_id)
         assert far.accept(token_id)
-        if near.must_end:
-            break
-    assert not any(narrowed[:12])
-    assert any(narrowed[12:])
+    assert narrowed == [False] * 150 + [True] * 2
+    assert {backend.decode([token_id])[:1] for token_id in allowed_tokens(near)} == {'"'}
+
+
+def test_masks_are_narrowed_earlier_if_the_shortest_answer_needs_it(compiler: LLGuidanceCompiler, default_model_dir: Path) -> None:
+    (brace,) = token_ids(default_backend(default_model_dir), "{")
+    numbers = []
+    for max_tokens in (1_000, 60):
+        matcher = compiler.matcher(spec_of("map"), max_tokens=max_tokens)
+        assert matcher.accept(brace)
+        numbers.append(len(allowed_tokens(matcher)))
+        matcher = compiler.matcher(spec_of("many"), max_tokens=max_tokens)
+        numbers.append(len(allowed_tokens(matcher)))
+    # Seven required properties of some seven tokens do not fit into 45; an empty map does.
+    assert numbers[0] == numbers[2] > 1
+    assert numbers[1] >= numbers[3]
 
 
 def test_accepts_what_it_would_not_choose_and_rolls_back(compiler: LLGuidanceCompiler, default_model_dir: Path) -> None:
