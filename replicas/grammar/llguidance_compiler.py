@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import NamedTuple
 
 import llguidance
 import numpy as np
@@ -30,9 +31,17 @@ _FREE_SHARE = 0.75
 """Part of `max_tokens` after which a JSON text is brought to its end, at the latest."""
 _LEAST_RESERVE = 8
 """Tokens kept beside those of the shortest answer."""
-_MOST_LEAST_TOKENS = 600
-"""How far the shortest answer is looked for."""
+_MOST_LEAST_TOKENS = 400
+_MOST_MEASURED_CHARS = 32 * 1024
+"""How far, and in schemas of what length, the shortest answer is looked for: the steps of long schemas may take milliseconds."""
 _JSON = frozenset([GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT])
+
+
+class _Compiled(NamedTuple):
+    master: llguidance.LLMatcher
+    """Never advanced."""
+    num_least_tokens: int
+    """About those of the shortest answer, in JSON; 0 if it was not looked for."""
 
 
 class LLGuidanceCompiler:
@@ -60,30 +69,27 @@ class LLGuidanceCompiler:
         self._thread = BigStackThread("grammar-compiler")
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._masters: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # spec key -> never advanced, least recently used first
-        self._least_tokens: dict[str, int] = {}  # of the same keys: tokens of about the shortest answer
+        self._masters: OrderedDict[str, _Compiled] = OrderedDict()  # spec key -> its grammar, least recently used first
         self._statistics = GrammarStatistics()
         self._ending: JsonEnding | None = None  # with the vocabulary
         self._markers: dict[str, BeginMarker] = {}  # text -> its marker; a model has one, clients may name others
 
     def matcher(self, spec: GrammarSpec, *, max_tokens: int | None = None) -> GrammarMatcher:
         key = spec.key
-        master = self._cached(key)
-        if master is None:
-            master = self._thread.call(lambda: self._compiled(spec, key))
+        compiled = self._cached(key) or self._thread.call(lambda: self._compiled(spec, key))
         if spec.begins_after is None:
-            return self._behind(master, spec, max_tokens, 0)
+            return self._behind(compiled, spec, max_tokens, 0)
         text = spec.begins_after
         marker = self._markers.get(text) or self._thread.call(lambda: self._marker(text))
-        return MarkedMatcher(marker, lambda num_before: self._behind(master, spec, max_tokens, num_before))
+        return MarkedMatcher(marker, lambda num_before: self._behind(compiled, spec, max_tokens, num_before))
 
-    def _behind(self, master: llguidance.LLMatcher, spec: GrammarSpec, max_tokens: int | None, num_before: int) -> GrammarMatcher:
+    def _behind(self, compiled: _Compiled, spec: GrammarSpec, max_tokens: int | None, num_before: int) -> GrammarMatcher:
         """A matcher that begins after `num_before` tokens of the answer."""
         assert self._ending is not None, "the vocabulary is read before the first grammar"
-        matcher = LLGuidanceMatcher(master.deep_copy(), (self._num_rows + 31) // 32, self._eos_token_ids)
+        matcher = LLGuidanceMatcher(compiled.master.deep_copy(), (self._num_rows + 31) // 32, self._eos_token_ids)
         if max_tokens is None or spec.kind not in _JSON:
             return matcher
-        least = self._least_tokens.get(spec.key, 0)
+        least = compiled.num_least_tokens
         ends_from = min(int(_FREE_SHARE * max_tokens), max_tokens - least - max(_LEAST_RESERVE, least // 4))
         return EndingMatcher(matcher, self._ending, ends_from - num_before)
 
@@ -95,36 +101,33 @@ class LLGuidanceCompiler:
         """Ends the thread; `matcher` must not be called any more."""
         self._thread.close()
 
-    def _cached(self, key: str) -> llguidance.LLMatcher | None:
+    def _cached(self, key: str) -> _Compiled | None:
         with self._lock:
-            master = self._masters.get(key)
-            if master is not None:
+            compiled = self._masters.get(key)
+            if compiled is not None:
                 self._masters.move_to_end(key)
                 self._statistics = replace(self._statistics, num_cache_hits=self._statistics.num_cache_hits + 1)
-            return master
+            return compiled
 
-    def _compiled(self, spec: GrammarSpec, key: str) -> llguidance.LLMatcher:
+    def _compiled(self, spec: GrammarSpec, key: str) -> _Compiled:
         """On the compiler's thread. Raises GrammarError."""
-        master = self._cached(key)  # two callers may have waited for the same grammar
-        if master is not None:
-            return master
+        compiled = self._cached(key)  # two callers may have waited for the same grammar
+        if compiled is not None:
+            return compiled
         start_s = self._now_s()
         try:
-            master = self._compile(spec)
+            compiled = self._compile(spec)
         except GrammarError:
             self._count(start_s, is_refused=True)
             raise
-        least = self._least(master) if spec.kind in _JSON else 0
         self._count(start_s, is_refused=False)
         with self._lock:
-            self._masters[key] = master
-            self._least_tokens[key] = least
+            self._masters[key] = compiled
             while len(self._masters) > self._max_cached:
-                oldest, _ = self._masters.popitem(last=False)
-                del self._least_tokens[oldest]
-        return master
+                self._masters.popitem(last=False)
+        return compiled
 
-    def _compile(self, spec: GrammarSpec) -> llguidance.LLMatcher:
+    def _compile(self, spec: GrammarSpec) -> _Compiled:
         grammar = grammar_text(spec)
         master = llguidance.LLMatcher(self._vocabulary(), grammar, log_level=0, limits=parser_limits())
         if not master.is_error():
@@ -133,7 +136,8 @@ class LLGuidanceCompiler:
             master.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if master.is_error():
             raise GrammarError(one_line(master.get_error()))
-        return master
+        is_measured = spec.kind in _JSON and len(spec.text) <= _MOST_MEASURED_CHARS
+        return _Compiled(master, self._least(master) if is_measured else 0)
 
     def _least(self, master: llguidance.LLMatcher) -> int:
         assert self._ending is not None, "the grammar was compiled with the vocabulary"
