@@ -136,9 +136,11 @@ class NativeDecoder:
         quantization: Quantization | None = None,
         cache: PackedCache | None = None,
         team: ThreadTeam | None = None,
+        keeps_model: bool = False,
     ) -> None:
         """Takes over the model's weights: each is packed and its original freed, so that memory is held once. `cache` keeps quantized
-        weights between starts; None quantizes every time. Steps run on `team`; None makes one."""
+        weights between starts; None quantizes every time. Steps run on `team`; None makes one. `keeps_model` leaves the model whole, for
+        another decoder over it."""
         config = model.config
         if reason := why_not_native(config) or _why_not_layers(calls):
             raise NativeMismatch(reason)
@@ -148,7 +150,7 @@ class NativeDecoder:
         self._kv = kv  # kept alive because the structs point into it, as into `_keep` and `_memory`
         self._keep: list[torch.Tensor] = []
         self._memory = HugePageMemory()
-        self._dtype, self._quantization, self._cache = model.dtype, quantization, cache
+        self._dtype, self._quantization, self._cache, self._keeps_model = model.dtype, quantization, cache, keeps_model
         self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = model.model.rotary_emb
         self._cos_PD = self._sin_PD = _floats(0, 0)
         call = calls[0]
@@ -222,6 +224,17 @@ class NativeDecoder:
         else:
             hidden_LKW = self._run_for_hidden(args, step.arrays.hidden, buffers["hidden"], buffers["delta"])
         return StepResult(logits_NV=buffers["logits"][:, : self._vocab_size], hidden_LKW=hidden_LKW)
+
+    @torch.inference_mode()
+    def output_logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """float32 logits [N, V] of float32 hidden states behind the final norm, for heads that share the output layer."""
+        hidden_NH = hidden_NH.float().contiguous()
+        logits = _floats(hidden_NH.shape[0], padded(self._vocab_size))
+        self._library.manta_multiply(
+            ctypes.c_void_p(hidden_NH.data_ptr()), ctypes.c_int64(hidden_NH.shape[0]), ctypes.byref(self._decoder.lm_head),
+            ctypes.c_void_p(logits.data_ptr()), self._team.pointer,
+        )  # fmt: skip
+        return logits[:, : self._vocab_size]
 
     def _compute_angles(self, num_positions: int) -> None:
         """Extends the table of cosines and sines to at least `num_positions` positions P."""
@@ -297,8 +310,9 @@ class NativeDecoder:
         packed = method.pack(name, [stored_tensors(module) for module in modules], self._dtype)
         bias_N = joined_bias(modules)
         linear = as_struct(packed, self._hold, None if bias_N is None else self._floats(bias_N))
-        for module in modules:
-            free(module)
+        if not self._keeps_model:
+            for module in modules:
+                free(module)
         return linear
 
     def _floats(self, tensor: torch.Tensor) -> int:
