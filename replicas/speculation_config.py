@@ -15,6 +15,16 @@ METHODS_WITH_MODEL = frozenset({"draft_model", "medusa", "eagle"})
 MAX_DRAFTS = 64
 """Largest `max_tokens`: more drafts of one request never pay, and each is a row of logits."""
 
+_UNSERVED: Mapping[str, str] = {
+    "mtp": "the model families that have such modules are not served",
+    "deepseek_mtp": "the model families that have such modules are not served",
+    "early_exit": "it needs models that were trained for it",
+    "layerskip": "it needs models that were trained for it",
+    "mlp_speculator": "its layout is not read; use a Medusa or EAGLE head",
+    "peagle": "heads that draft a block in one pass are not read; use an EAGLE head",
+    "dflash": "heads that draft a block in one pass are not read; use an EAGLE head",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
@@ -25,7 +35,7 @@ class SpeculationConfig:
 
     method: SpeculationMethod = "none"
     """none: no drafts. ngram: copies what followed the newest tokens earlier in the request. suffix: the same with matches of any
-    length, and in finished answers of the same tenant. draft_model: a small model with the same vocabulary. twin: the target in `twin`
+    length, and in finished answers of the same tenant. draft_model: a small model with mostly the same tokens. twin: the target in `twin`
     integers. medusa, eagle: trained heads. auto: suffix, and with `model` the method that its files belong to."""
     max_tokens: int = 16
     """Most drafts of a request in one step."""
@@ -37,6 +47,8 @@ class SpeculationConfig:
     """Most tokens of finished answers that `suffix` remembers, all tenants together; the oldest answers leave first. 0 remembers none."""
 
     def __post_init__(self) -> None:
+        if self.method in _UNSERVED:
+            raise ValueError(f"method {self.method!r} is not supported: {_UNSERVED[self.method]}")
         if self.method not in get_args(SpeculationMethod):
             raise ValueError(f"method must be one of {', '.join(get_args(SpeculationMethod))}, got {self.method!r}")
         if not 1 <= self.max_tokens <= MAX_DRAFTS:
@@ -103,6 +115,8 @@ def from_vllm(config: Mapping[str, Any]) -> SpeculationConfig:
     left = dict(config)
     model = left.pop("model", None)
     method = left.pop("method", None) or (model if model in _VLLM_METHODS else "draft_model" if model else None)
+    if isinstance(method, str) and method in _UNSERVED:
+        raise ValueError(f"speculative_config.method {method!r} is not supported: {_UNSERVED[method]}")
     if not isinstance(method, str) or method not in _VLLM_METHODS:
         raise ValueError(f"speculative_config.method must be one of {', '.join(_VLLM_METHODS)}, got {method!r}")
     num_tokens = left.pop("num_speculative_tokens", None)

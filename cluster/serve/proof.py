@@ -45,14 +45,14 @@ def prove(config: ClusterConfig, environment: Mapping[str, str]) -> None:
 
 
 def run_proof(engines: list[tuple[Any, bool]], environment: Mapping[str, str], timeout_s: float = PROOF_TIMEOUT_S) -> dict[str, Any]:
-    """What `replicas.model.proof` answers to these engines' configurations, each with whether it is given a GPU. Raises ConfigError if
+    """What `replicas.engine.proof` answers to these engines' configurations, each with whether it is given a GPU. Raises ConfigError if
     it does not answer."""
     variables = {**environment, "PYTHONPATH": f"{_REPO_ROOT}:{environment.get('PYTHONPATH', '')}", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if variables.get("CUDA_VISIBLE_DEVICES") == "":  # how Ray hides GPUs from a task that reserves none
         del variables["CUDA_VISIBLE_DEVICES"]
     try:
         process = subprocess.run(
-            [sys.executable, "-m", "replicas.model.proof"],
+            [sys.executable, "-m", "replicas.engine.proof"],
             input=pickle.dumps(engines),
             env=variables,
             capture_output=True,

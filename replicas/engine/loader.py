@@ -38,6 +38,7 @@ from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.scheduler_config import SchedulerConfig
 from replicas.sharding.collectives import Alone
 from replicas.speculation.controller import Controller
+from replicas.speculation.drafting.load import read_drafting
 from replicas.speculation.load import load_proposers
 from replicas.speculation.speculator import Speculator
 from replicas.speculation.step_cost import StepCost
@@ -105,11 +106,20 @@ def _load(config: EngineConfig, choice: ModelChoice, wiring: HandoffWiring | Non
 
 def _assemble(config: EngineConfig, loaded: LoadedModel, wiring: HandoffWiring | None, leader: Leader | None) -> Engine:
     fingerprint = _fingerprint(loaded, config)
-    rank = RankModel.allocate(config, loaded, Alone() if leader is None else leader.group)
+    drafting = read_drafting(config, loaded)
+    rank = RankModel.allocate(
+        config,
+        loaded,
+        Alone() if leader is None else leader.group,
+        other_bytes_per_token=0 if drafting is None else drafting.kv_bytes_per_token,
+        later_bytes=0 if drafting is None else drafting.later_bytes,
+    )
     size = rank.size
     check = _SelfCheck(loaded, size.max_model_len, config.quantization)
-    proposers = load_proposers(config.speculation, rank)
+    proposers = load_proposers(config.speculation, rank, drafting)
     runner = rank.runner(config)
+    if drafting is not None:
+        drafting.bind(runner)
     if leader is not None:
         runner = leader.lead(runner)
     dry_run = DryRun(runner, loaded, config.block_size, size)

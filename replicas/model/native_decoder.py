@@ -136,11 +136,12 @@ class NativeDecoder:
         quantization: Quantization | None = None,
         cache: PackedCache | None = None,
         team: ThreadTeam | None = None,
+        output_quantization: Quantization | None = None,
         keeps_model: bool = False,
     ) -> None:
         """Takes over the model's weights: each is packed and its original freed, so that memory is held once. `cache` keeps quantized
-        weights between starts; None quantizes every time. Steps run on `team`; None makes one. `keeps_model` leaves the model whole, for
-        another decoder over it."""
+        weights between starts; None quantizes every time. Steps run on `team`; None makes one. `output_quantization` is that of the output
+        layer, if it differs. `keeps_model` leaves the model whole, for another decoder over it."""
         config = model.config
         if reason := why_not_native(config) or _why_not_layers(calls):
             raise NativeMismatch(reason)
@@ -161,6 +162,7 @@ class NativeDecoder:
         layers = (_Layer * len(calls))()
         for index, (to, layer) in enumerate(zip(layers, model.model.layers, strict=True)):
             self._fill_layer(to, f"layers.{index}", layer, calls[index], kv.layer(index))
+        self._quantization = output_quantization or quantization
         lm_head = self._linear("lm_head", model.lm_head)
         if cache is not None:
             cache.save()

@@ -46,15 +46,19 @@ class RankModel:
     """Records decode steps as graphs; padding rows write to one block beyond `size`. None without CUDA graphs."""
 
     @classmethod
-    def allocate(cls, config: EngineConfig, loaded: LoadedModel, group: RankGroup) -> RankModel:
-        """Must be called on all ranks together: they agree on the number of blocks. Raises ValueError with a one-line fix."""
+    def allocate(
+        cls, config: EngineConfig, loaded: LoadedModel, group: RankGroup, *, other_bytes_per_token: int = 0, later_bytes: int = 0
+    ) -> RankModel:
+        """Must be called on all ranks together: they agree on the number of blocks. `other_bytes_per_token` is KV that somebody else keeps
+        for the same blocks, `later_bytes` other memory that will be taken; both are left free. Raises ValueError with a one-line fix."""
         calls = probe_layers(loaded.model)
         backend = None
         if loaded.native_library is None:
             backend = select_backend(config.attention_backend, calls.values(), loaded.dtype, loaded.device, config.block_size)
         team = None if loaded.native_library is None else ThreadTeam(loaded.native_library)
         capture = choose_capture(config, loaded, backend)
-        size = _size(config, loaded, calls, group, num_spare_blocks=0 if capture is None else 1)
+        per_token = bytes_per_token(kv_groups(calls), loaded.dtype) + other_bytes_per_token
+        size = _size(config, loaded, per_token, group, num_spare_blocks=0 if capture is None else 1, later_bytes=later_bytes)
         kv = KVTensors(
             kv_groups(calls),
             layout=LAYOUT if backend is None else backend.layout,
@@ -116,12 +120,17 @@ def choose_capture(config: EngineConfig, loaded: LoadedModel, backend: Attention
     return None
 
 
-def _size(config: EngineConfig, loaded: LoadedModel, calls: Mapping[int, LayerCall], group: RankGroup, *, num_spare_blocks: int) -> KVSize:
+def _size(
+    config: EngineConfig, loaded: LoadedModel, per_token: int, group: RankGroup, *, num_spare_blocks: int, later_bytes: int
+) -> KVSize:
+    """Fits blocks of `per_token` bytes a token into the budget, which `kv_cache_bytes` sets alone if it is given."""
     if loaded.device.type == "cuda":
         budget_bytes, reason = _cuda_budget_bytes(config, loaded, num_graphed_rows=config.max_num_seqs if num_spare_blocks else 0)
     else:
         budget_bytes, reason = cpu_budget_bytes(config.kv_cache_bytes, group.size)
-    per_token = bytes_per_token(kv_groups(calls), loaded.dtype)
+    if later_bytes and config.kv_cache_bytes is None:
+        budget_bytes = max(budget_bytes - later_bytes, 0)
+        reason += f", less {later_bytes / 2**20:.0f} MiB for drafting"
     budget_bytes -= num_spare_blocks * per_token * config.block_size
     if group.size > 1:
         per_block = per_token * config.block_size

@@ -17,7 +17,7 @@ class RequestStatus(Enum):
 
 class RequestState:
     """Owns the tokens (prompt and output), the position and the block table of one accepted request. Only the Scheduler changes it, with
-    two exceptions: the verification of drafts appends tokens and takes them back, and the prompt's log-probabilities are collected here
+    two exceptions: drawing and verifying drafts append tokens and take them back, and the prompt's log-probabilities are collected here
     by the sampler until the engine reports them.
 
     Always: `num_computed_tokens <= len(token_ids)`; KV for the first `num_computed_tokens` tokens is in `block_ids`, and

@@ -42,8 +42,8 @@ class Proposer(Protocol):
     """Drafts tokens for decoding requests. Every call is made by the engine's thread, between two steps of the target model.
 
     A draft is a guess: it is verified by the target's own draws, so a proposer can change the speed of an answer and nothing else.
-    Requests are read only. A proposer owns whatever it keeps for a request (indices, KV in tensors of its own whose blocks are those
-    of `state.block_ids`) until `forget`.
+    Requests are read only, but for drafts that a call appends and takes back (`DraftDraws`). A proposer owns whatever it keeps for a
+    request (indices, KV in tensors of its own whose blocks are those of `state.block_ids`) until `forget`.
     """
 
     @property

@@ -245,7 +245,7 @@ def test_shipped_config_is_valid(path: str) -> None:
         ),
         (
             _disaggregated(decode={"engine": {"speculative_config": {"method": "mtp"}}}),
-            "args: models[0].decode.engine.speculative_config.method must be one of ngram",
+            "args: models[0].decode.engine.speculative_config.method 'mtp' is not supported: the model families that have such modules",
         ),
         (
             {"models": [{"name": "a", "engine": {"speculative_config": {"method": "ngram"}, "speculation": {}}}]},

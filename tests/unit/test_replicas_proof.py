@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from replicas.engine.proof import memory_bytes, prove
 from replicas.engine_config import EngineConfig
-from replicas.model.proof import memory_bytes, prove, require_weights
+from replicas.model.without_memory import require_weights
 from tests.tiny_models import CONFIGS
 
 FolderOf = Callable[[str], Path]

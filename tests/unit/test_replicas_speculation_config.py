@@ -13,6 +13,7 @@ from replicas.speculation_config import SpeculationConfig, from_vllm
     ("settings", "message"),
     [
         ({"method": "magic"}, "method must be one of none, auto, ngram"),
+        ({"method": "early_exit"}, "method 'early_exit' is not supported: it needs models that were trained for it"),
         ({"method": "ngram", "max_tokens": 0}, "max_tokens must be from 1 to 64, got 0; use method none"),
         ({"method": "eagle"}, "method 'eagle' needs model"),
         ({"method": "suffix", "model": "folder"}, "model is for the methods draft_model, eagle, medusa and auto"),
@@ -45,7 +46,8 @@ def test_vllm_spelling_becomes_the_same_settings(given: dict[str, object], expec
         ({"method": "ngram", "acceptance_method": "typical_acceptance_sampler"}, "acceptance_method: 'typical.* never change the output"),
         ({"method": "medusa", "model": "m", "posterior_threshold": 0.1}, "posterior_threshold: 0.1 is not supported"),
         ({"method": "ngram", "num_tokens": 3}, "num_tokens: unknown key"),
-        ({"method": "mtp"}, "method must be one of ngram"),
+        ({"method": "mtp"}, "method 'mtp' is not supported: the model families that have such modules are not served"),
+        ({"method": "magic"}, "method must be one of ngram"),
         ({"method": "ngram", "num_speculative_tokens": True}, "must be a whole number"),
         ({"method": "ngram", "num_speculative_tokens": 100}, "speculative_config: max_tokens must be from 1 to 64"),
         ({}, "method must be one of"),

@@ -51,7 +51,7 @@ def test_engine_with_a_method_answers_as_without_and_knows_its_costs(folder_of: 
         one.close()
 
 
-def test_method_that_cannot_be_had_is_one_line_that_names_it(folder_of: Callable[[str], Path]) -> None:
-    with pytest.raises(ValueError, match=r"speculation method 'eagle' is not supported by this version; use") as error:
-        load(folder_of("llama"), "eagle", model="somewhere")
+def test_method_whose_files_are_missing_is_one_line_that_names_them(folder_of: Callable[[str], Path]) -> None:
+    with pytest.raises(ValueError, match=r"the folder /nowhere does not exist") as error:
+        load(folder_of("llama"), "eagle", model="/nowhere")
     assert "\n" not in str(error.value)

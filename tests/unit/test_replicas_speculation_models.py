@@ -12,9 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvcache.tensors import KVTensors
 from replicas.attention.reference import ReferenceAttention
+from replicas.engine_config import Quantization
 from replicas.model.native_decoder import LAYOUT, NativeDecoder
 from replicas.model.runner import ModelRunner, TransformersRunner, kv_groups, probe_layers
 from replicas.native.build import load_native_library
+from replicas.native.isa import PLAIN
+from replicas.native.packing import Element, pack, unpack
 from replicas.sampling.sampler import Sampler
 from replicas.sampling_params import SamplingParams
 from replicas.scheduling.request_state import RequestState
@@ -25,7 +28,7 @@ from replicas.speculation.drafting.token_map import TokenMap
 from replicas.speculation.drafting.twin import TwinProposer
 from replicas.speculation.proposer import ObservedStep, Proposer
 from tests.tiny_models import generated_by_transformers
-from tests.unit.drafting_heads import BLOCK_SIZE, request_state
+from tests.unit.drafting_heads import BLOCK_SIZE, random_tensors, request_state
 
 V, NUM_BLOCKS = 128, 60
 PROMPTS = ([3, 17, 99, 4, 56, 21], [88, 5, 5, 61, 40, 77, 12, 9, 30])
@@ -193,6 +196,30 @@ def test_shared_prefix_is_not_computed_again_and_preemption_starts_anew(folder_o
     assert second not in proposer._followers
 
 
+def test_kv_of_accepted_drafts_stays_and_that_of_others_is_computed_again(folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of("llama")
+    target, proposer = Target(load(folder)), draft_proposer(load(folder), native=True)
+    state = new_request("r", PROMPTS[0])
+    target.step(state, proposer)
+    for most, num_behind in ((99, 2), (1, 1), (2, 1), (4, 2)):  # behind all drafts, none, the first, all: the last draft has no KV
+        (draft,) = proposer.propose([state], [3])
+        target.step(state, proposer, draft.token_ids, most)
+        assert proposer._follower_of(state).num_behind == num_behind
+
+
+def test_drafts_kv_in_a_block_that_was_given_away_is_not_used(folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of("llama")
+    target, proposer = Target(load(folder)), draft_proposer(load(folder), native=True)
+    state = new_request("r", [*PROMPTS[0], 7])  # 7 tokens: the second draft begins a block
+    target.step(state, proposer)
+    (draft,) = proposer.propose([state], [4])
+    state.block_ids[2:] = range(40, 58)  # drafts got no room in the end; the next step's blocks are others
+    target.step(state, proposer, draft.token_ids)
+    (draft,) = proposer.propose([state], [4])
+    target.step(state, proposer, draft.token_ids)
+    assert (target.num_accepted, target.num_drafted) == (8, 8)
+
+
 def test_drafts_end_where_the_draft_models_positions_do(folder_of: Callable[[str], Path]) -> None:
     folder = folder_of("llama")
     target, proposer = Target(load(folder)), draft_proposer(load(folder), native=True, max_positions=10)
@@ -218,6 +245,21 @@ def test_twin_changes_no_token_and_has_most_drafts_accepted(folder_of: Callable[
     expected = generated_by_transformers(folder, [list(prompt) for prompt in PROMPTS], 40)
     assert [state.token_ids[-state.num_output_tokens :][:40] for state in states] == expected
     assert target.num_accepted > 0.8 * target.num_drafted > 20
+
+
+@pytest.mark.parametrize(("output", "element"), [(None, Element.INT4), ("int8", Element.INT8)])
+def test_output_layer_of_a_decoder_can_have_another_quantization(
+    output: Quantization | None, element: Element, folder_of: Callable[[str], Path]
+) -> None:
+    model = load(folder_of("llama-untied"))
+    lm_head_VH = model.lm_head.weight.detach().clone()
+    decoder = NativeDecoder(
+        load_native_library(variants=[PLAIN]), model, probe_layers(model), kv_of(model, native=True), quantization="int4",
+        output_quantization=output,
+    )  # fmt: skip
+    hidden_NH = random_tensors({"hidden": (3, 32)})["hidden"]
+    expected = hidden_NH @ unpack(pack(lm_head_VH, element)).T
+    torch.testing.assert_close(decoder.output_logits(hidden_NH), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_twin_draws_at_the_targets_uniform_numbers(folder_of: Callable[[str], Path]) -> None:

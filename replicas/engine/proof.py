@@ -1,13 +1,12 @@
 """Proves that engines can be loaded, without loading their weights: what would make a replica fail at its start is found before any other
 is stopped for it.
 
-`python -m replicas.model.proof` reads pickled `list[tuple[EngineConfig, bool]]` (whether each is given a GPU) and writes one JSON object:
+`python -m replicas.engine.proof` reads pickled `list[tuple[EngineConfig, bool]]` (whether each is given a GPU) and writes one JSON object:
 `{"memory_bytes": ..., "engines": [{"weight_bytes": ...} or {"error": "one line"}, ...]}`.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import pickle
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvcache.tensors import bytes_per_token
 from replicas.engine_config import EngineConfig
@@ -25,19 +24,18 @@ from replicas.model.default_model import DefaultModelError
 from replicas.model.kv_sizing import size_kv
 from replicas.model.loader import ModelChoice, choose_model
 from replicas.model.runner import kv_groups, probe_layers
-from replicas.model_support import UnsupportedModel
-from replicas.sharding.checkpoint import INDEX
+from replicas.model.without_memory import require_weights, without_memory
 from replicas.sharding.empty_model import build_empty
 from replicas.sharding.sharding import ShardingPlan
+from replicas.speculation.drafting.proof import prove_drafting
 
 logger = logging.getLogger(__name__)
 
 _UNLIMITED_BYTES = 2**62
-_WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def prove(config: EngineConfig, *, has_gpu: bool) -> int:
-    """Bytes of the model's weights. Raises ValueError with the line that a replica would fail with.
+    """Bytes of the weights of the model and of what drafts for it. Raises ValueError with the line that a replica would fail with.
 
     A GPU that this machine lacks is another one's: what it decides (kernels, dtype, and with that the size of KV) stays open.
     """
@@ -54,14 +52,17 @@ def prove(config: EngineConfig, *, has_gpu: bool) -> int:
         largest_share = max(len(share.kv_heads) for share in plan.shares) / plan.shape.num_kv_heads
         if folder.is_dir():
             checkpoint.has("")  # raises for a folder that cannot be read in parts
-    model = _without_memory(choice)
-    check_kv(config, choice, model, largest_share)
-    return sum(parameter.numel() * choice.dtype.itemsize for parameter in model.parameters())
+    model = without_memory(choice)
+    drafting = prove_drafting(config, choice)
+    check_kv(config, choice, model, largest_share, drafting.kv_bytes_per_token)
+    weight_bytes: int = sum(parameter.numel() * choice.dtype.itemsize for parameter in model.parameters())
+    return weight_bytes + drafting.weight_bytes
 
 
-def check_kv(config: EngineConfig, choice: ModelChoice, model: PreTrainedModel, largest_share: float) -> None:
+def check_kv(config: EngineConfig, choice: ModelChoice, model: PreTrainedModel, largest_share: float, other_bytes_per_token: int) -> None:
     """Raises ValueError if `kv_cache_bytes` or the model's positions cannot hold what is asked for. `model` has no memory, and is left on
-    our attention; `largest_share` of its KV heads is on one rank. Without `kv_cache_bytes` the budget is known at the start only."""
+    our attention; `largest_share` of its KV heads is on one rank, beside `other_bytes_per_token` of a drafter. Without `kv_cache_bytes` the
+    budget is known at the start only."""
     try:
         per_token = bytes_per_token(kv_groups(probe_layers(model)), choice.dtype)
     except RuntimeError as error:  # a forward pass that looks at values, of which there are none
@@ -70,23 +71,12 @@ def check_kv(config: EngineConfig, choice: ModelChoice, model: PreTrainedModel, 
     size_kv(
         budget_bytes=_UNLIMITED_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes,
         budget_reason="kv_cache_bytes",
-        bytes_per_token=round(largest_share * per_token),
+        bytes_per_token=round(largest_share * per_token) + other_bytes_per_token,
         block_size=config.block_size,
         wanted_len=config.max_model_len,
         max_positions=getattr(choice.hf_config.get_text_config(decoder=True), "max_position_embeddings", None),
         max_num_seqs=config.max_num_seqs,
     )
-
-
-def require_weights(folder: Path) -> None:
-    """Raises ValueError if files that a load would look for are missing."""
-    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
-        raise ValueError(f"{folder} has a config.json but no weights (*.safetensors); copy them there, or name another folder")
-    index = folder / INDEX
-    if index.is_file():
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        if missing := sorted(name for name in named if not (folder / name).is_file()):
-            raise ValueError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; copy them there")
 
 
 def memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
@@ -96,17 +86,6 @@ def memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         return min(total, int(text))
     return total
-
-
-def _without_memory(choice: ModelChoice) -> PreTrainedModel:
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                copy.deepcopy(choice.hf_config), dtype=choice.dtype, trust_remote_code=choice.trust_remote_code
-            )
-    except (OSError, ValueError, ImportError) as error:
-        raise UnsupportedModel(f"cannot load {choice.source}: {str(error).strip().splitlines()[0]}") from error
-    return model
 
 
 def main() -> None:
