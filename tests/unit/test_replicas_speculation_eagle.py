@@ -20,6 +20,7 @@ from replicas.sampling.sampler import Sampler
 from replicas.scheduling.request_state import RequestState
 from replicas.scheduling.step_plan import HiddenStates, ScheduledChunk, StepPlan
 from replicas.speculation.drafting.eagle import EagleProposer
+from replicas.speculation.drafting.interest import RESTING_STEPS
 from replicas.speculation.heads.eagle_files import read_eagle
 from replicas.speculation.heads.eagle_layer import EagleLayer, kv_group
 from replicas.speculation.heads.head_files import BadHead
@@ -261,6 +262,29 @@ def test_step_wants_every_position_of_every_chunk_whose_request_wants_drafts(tar
     one.request = replace(one.request, speculates=False)
     assert target.proposer.wants_hidden(plan) == HiddenStates(layers=(2, 3, 3), positions=(range(0), range(10, 13)))
     assert target.proposer.wants_hidden(StepPlan(chunks=(prompt_chunk(one, 0, 3),))) is None
+
+
+def test_request_for_which_no_drafts_are_wanted_is_left_out_until_they_are(target: Target, reference: EagleReference) -> None:
+    state, other = new_request(), new_request("other", 10)
+    target.step(prompt_chunk(state, 0, 10), prompt_chunk(other, 0, 10), new_ids=[[20], [20]])
+    for _ in range(RESTING_STEPS):
+        state.append(3)
+    plan = StepPlan(chunks=(decode_chunk(state), decode_chunk(other)))
+    target.drafts(other)
+    assert target.proposer.wants_hidden(plan) == HiddenStates(layers=(2, 3, 3), positions=(range(74, 75), range(10, 11)))
+    state.append(3)
+    plan = StepPlan(chunks=(decode_chunk(state), decode_chunk(other)))
+    assert target.proposer.wants_hidden(plan) == HiddenStates(layers=(2, 3, 3), positions=(range(0), range(10, 11)))
+    assert target.drafts(state) == [[]]
+    assert target.proposer.wants_hidden(plan) == HiddenStates(layers=(2, 3, 3), positions=(range(75, 76), range(10, 11)))
+
+
+def test_steps_keep_nothing_once_drafts_have_not_been_wanted_for_long(target: Target) -> None:
+    plan = StepPlan(chunks=(prompt_chunk(new_request(), 0, 3),))
+    assert all(target.proposer.wants_hidden(plan) is not None for _ in range(RESTING_STEPS))
+    assert target.proposer.wants_hidden(plan) is None
+    target.drafts(new_request("other", 10))
+    assert target.proposer.wants_hidden(plan) is not None
 
 
 def _without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:

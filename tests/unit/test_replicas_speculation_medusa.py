@@ -15,6 +15,7 @@ from replicas.sampling.philox import uniforms
 from replicas.sampling.sampler import Sampler
 from replicas.sampling_params import SamplingParams
 from replicas.scheduling.step_plan import HiddenStates, ScheduledChunk, StepPlan
+from replicas.speculation.drafting.interest import RESTING_STEPS
 from replicas.speculation.drafting.medusa import MedusaProposer
 from replicas.speculation.heads.head_files import BadHead
 from replicas.speculation.heads.medusa_files import read_medusa
@@ -260,3 +261,13 @@ def test_step_without_a_sampling_chunk_wants_no_hidden_states(tmp_path: Path) ->
     proposer, _ = proposer_of(tmp_path)
     state = request_state([3, 1, 4, 1, 5])
     assert proposer.wants_hidden(StepPlan(chunks=(ScheduledChunk(state=state, start=0, num_tokens=2, is_prefill=True),))) is None
+
+
+def test_steps_keep_nothing_once_drafts_have_not_been_wanted_for_long(tmp_path: Path) -> None:
+    proposer, _ = proposer_of(tmp_path)
+    state = request_state([3, 1, 4])
+    plan = StepPlan(chunks=(ScheduledChunk(state=state, start=1, num_tokens=1, is_prefill=False, logits=range(1, 2)),))
+    assert all(proposer.wants_hidden(plan) is not None for _ in range(RESTING_STEPS))
+    assert proposer.wants_hidden(plan) is None
+    assert proposer.propose([state], [1])[0].token_ids == ()
+    assert proposer.wants_hidden(plan) is not None

@@ -18,6 +18,7 @@ from replicas.scheduling.request_state import RequestState
 from replicas.scheduling.step_arrays import StepArrays
 from replicas.scheduling.step_plan import NO_POSITIONS, HiddenStates, StepPlan
 from replicas.speculation.drafting.draft_draws import DraftDraws
+from replicas.speculation.drafting.interest import RESTING_STEPS, Interest
 from replicas.speculation.drafting.shadow_sequence import ShadowBlocks, ShadowSequence
 from replicas.speculation.heads.eagle_layer import EagleLayer
 from replicas.speculation.proposer import Draft, ObservedStep
@@ -33,13 +34,19 @@ class _Features:
         self.sequence = sequence
         self.pending: list[Tensor] = []  # fused states [H] of positions from sequence.next_position on
         self.newest: tuple[int, Tensor] | None = None  # position and head state [H] of the last entry
+        self.wanted_at = len(sequence.state.token_ids)  # number of tokens when drafts were last wanted, or when it began
+
+    @property
+    def is_resting(self) -> bool:
+        return len(self.sequence.state.token_ids) - self.wanted_at > RESTING_STEPS
 
 
 class EagleProposer:
     """Owns the head's KV and, for each request, the head's state at its newest position.
 
     Entries are computed from the target's hidden states for every position that it computes, prompts included; those of drafts are
-    overwritten by them. A request whose hidden states were not kept for a while continues at the next block.
+    overwritten by them. Where drafts are not wanted for long, of a request or at all, no hidden states are kept; a request continues at
+    the next block when they are wanted again.
     """
 
     name = "eagle"
@@ -49,17 +56,22 @@ class EagleProposer:
         self._layer, self._kv, self._backend, self._sampler = layer, kv, backend, sampler
         self._blocks = ShadowBlocks(kv.block_size)
         self._features: dict[RequestState, _Features] = {}
+        self._interest = Interest()
 
     @torch.inference_mode()
     def propose(self, states: Sequence[RequestState], budgets: Sequence[int]) -> Sequence[Draft]:
         """A request of whose newest position the head knows nothing gets no draft."""
+        self._interest.note_wish()
         self._flush()
         drafts = [Draft()] * len(states)
         ready: list[int] = []
         newest: list[Tensor] = []
         for index, state in enumerate(states):
             features = self._features.get(state)
-            if features is not None and features.newest is not None and features.sequence.is_current:
+            if features is None:
+                continue
+            features.wanted_at = len(state.token_ids)
+            if features.newest is not None and features.sequence.is_current:
                 position, state_H = features.newest
                 if position == len(state.token_ids) - 2:
                     ready.append(index)
@@ -83,8 +95,10 @@ class EagleProposer:
 
     def wants_hidden(self, plan: StepPlan) -> HiddenStates | None:
         """Every position that the step computes, but of requests that want no drafts."""
+        if not self._interest.note_step():
+            return None
         positions = tuple(
-            range(chunk.start, chunk.start + chunk.num_tokens) if chunk.state.request.speculates else NO_POSITIONS for chunk in plan.chunks
+            range(chunk.start, chunk.start + chunk.num_tokens) if self._is_followed(chunk.state) else NO_POSITIONS for chunk in plan.chunks
         )
         return HiddenStates(layers=self._layer.settings.layer_ids, positions=positions) if any(positions) else None
 
@@ -107,6 +121,10 @@ class EagleProposer:
 
     def forget(self, state: RequestState) -> None:
         self._features.pop(state, None)
+
+    def _is_followed(self, state: RequestState) -> bool:
+        features = self._features.get(state)
+        return state.request.speculates and (features is None or not features.is_resting)
 
     def _keep(self, state: RequestState, start: int, positions: range, fused_PH: Tensor) -> None:
         features = self._features.get(state)

@@ -14,6 +14,7 @@ from replicas.sampling.sampler import Sampler
 from replicas.scheduling.request_state import RequestState
 from replicas.scheduling.step_plan import NO_POSITIONS, HiddenStates, StepPlan
 from replicas.speculation.drafting.draft_draws import DraftDraws
+from replicas.speculation.drafting.interest import Interest
 from replicas.speculation.heads.medusa_heads import MedusaHeads
 from replicas.speculation.heads.target import HeadTarget
 from replicas.speculation.proposer import Draft, ObservedStep
@@ -27,11 +28,13 @@ class MedusaProposer:
 
     def __init__(self, heads: MedusaHeads, target: HeadTarget, sampler: Sampler) -> None:
         self._heads, self._sampler, self._layer = heads, sampler, target.num_layers
+        self._interest = Interest()
         self._hidden: dict[RequestState, tuple[int, Tensor]] = {}  # request -> number of tokens then known, hidden state [H]
 
     @torch.inference_mode()
     def propose(self, states: Sequence[RequestState], budgets: Sequence[int]) -> Sequence[Draft]:
         """A request whose newest tokens were not drawn in the last observed step gets no draft."""
+        self._interest.note_wish()
         ready: list[int] = []
         rows: list[Tensor] = []
         for index, state in enumerate(states):
@@ -51,6 +54,9 @@ class MedusaProposer:
         return drafts
 
     def wants_hidden(self, plan: StepPlan) -> HiddenStates | None:
+        """Of the rows from which tokens are drawn, while drafts are wanted at all."""
+        if not self._interest.note_step():
+            return None
         positions = tuple(
             _drawn_from(chunk.logits, len(chunk.draft_ids)) if chunk.samples and chunk.state.request.speculates else NO_POSITIONS
             for chunk in plan.chunks
