@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ STEP_TOKENS = 16  # so few that a long prompt takes its time
 LONG_PROMPT = "A long tale of rivers and of those who live beside them, told again. " * 150
 NUM_LONG = 8
 """Long prompts at once: enough that the router's view, a fraction of a second old, shows the prefill replica at work."""
+NUM_LONG_TOKENS = 150
+"""Of their answers: a kill with the first token finds most of them to come."""
 RECOVERED_S = 60.0
 PREFILL, DECODE = f"replica-{MODEL}-prefill", f"replica-{MODEL}-decode"
 
@@ -85,6 +88,24 @@ async def unified(deployed: Deployed) -> AsyncIterator[AsyncOpenAI]:
     async with _client_of(deployed) as made:
         await deployed.wait_until(lambda model: len(model["replicas"]) == 2, timeout_s=RECOVERED_S)
         yield made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnifiedAnswers:
+    """Owns the greedy answers that replicas without pools gave, each asked for once."""
+
+    texts: dict[tuple[str, int], str] = field(default_factory=dict)  # prompt, number of tokens -> answer
+
+    async def of(self, client: AsyncOpenAI, prompts: list[str], num_tokens: int) -> list[str]:
+        missing = [prompt for prompt in prompts if (prompt, num_tokens) not in self.texts]
+        answers = await asyncio.gather(*(_streamed(client, prompt, asyncio.Event(), num_tokens) for prompt in missing))
+        self.texts.update({(prompt, num_tokens): answer for prompt, answer in zip(missing, answers, strict=True)})
+        return [self.texts[prompt, num_tokens] for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def unified_answers() -> UnifiedAnswers:
+    return UnifiedAnswers()
 
 
 def _client_of(app: Deployed) -> AsyncOpenAI:
@@ -147,11 +168,16 @@ async def test_chat_on_a_pair_streamed_and_whole_equals_unified(client: AsyncOpe
 
 @pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(2, 1), (1, 2)])
 async def test_fifty_prompts_equal_unified(
-    local_ray: int, tiny_model_dir: Path, unified: AsyncOpenAI, num_prefill_ranks: int, num_decode_ranks: int
+    local_ray: int,
+    tiny_model_dir: Path,
+    unified: AsyncOpenAI,
+    unified_answers: UnifiedAnswers,
+    num_prefill_ranks: int,
+    num_decode_ranks: int,
 ) -> None:
     prompts = mixed_texts(13)[:NUM_PROMPTS]
     options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    expected = [answer.choices[0].text for answer in await asyncio.gather(*(_complete(unified, text, **options) for text in prompts))]
+    expected = await unified_answers.of(unified, prompts, NUM_TOKENS)
     name = f"golden-{num_prefill_ranks}-{num_decode_ranks}"
     prefill, decode = {"tensor_parallel_size": num_prefill_ranks}, {"tensor_parallel_size": num_decode_ranks}
     with _deployed(local_ray, tiny_model_dir, name, prefill=prefill, decode=decode, kv_lease_s=PATIENT_LEASE_S) as app:
@@ -191,12 +217,16 @@ async def test_explanation_of_an_answer_shows_its_pair(client: AsyncOpenAI, pool
 
 @pytest.mark.parametrize("moment", ["prefill", "decode"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_killed_side_is_only_a_pause(client: AsyncOpenAI, unified: AsyncOpenAI, pools: Deployed, side: str, moment: str) -> None:
+async def test_killed_side_is_only_a_pause(
+    client: AsyncOpenAI, unified: AsyncOpenAI, unified_answers: UnifiedAnswers, pools: Deployed, side: str, moment: str
+) -> None:
     prompts = [f"{index} {LONG_PROMPT}" for index in range(NUM_LONG)]
-    expected = await asyncio.gather(*(_streamed(unified, prompt, asyncio.Event(), 400) for prompt in prompts))
+    expected = await unified_answers.of(unified, prompts, NUM_LONG_TOKENS)
     pid = pools.pid_of({"prefill": PREFILL, "decode": DECODE}[side])
     started = [asyncio.Event() for _ in prompts]
-    streams = [asyncio.create_task(_streamed(client, prompt, event, 400)) for prompt, event in zip(prompts, started, strict=True)]
+    streams = [
+        asyncio.create_task(_streamed(client, prompt, event, NUM_LONG_TOKENS)) for prompt, event in zip(prompts, started, strict=True)
+    ]
     if moment == "prefill":
         await pools.wait_until(_runs_in("prefill"))
         assert not all(event.is_set() for event in started), "the prompts are too short to be caught"
