@@ -59,13 +59,14 @@ class Team {
     // caller that finds the team at work for another thread computes its loop alone.
     template <typename F>
     void each(int64_t num, int64_t grain, int64_t num_passes, F&& body) {
+        const Loop whole{call_body<std::remove_reference_t<F>>, &body, num, grain, num_passes};
         const bool is_small = num <= grain && num_passes == 1;
-        if (is_small || workers.empty() || is_busy.test_and_set(std::memory_order_acquire)) return alone(num, grain, num_passes, body);
+        if (is_small || workers.empty() || is_busy.test_and_set(std::memory_order_acquire)) return alone(whole);
         const auto start = Clock::now();
         if (governor.wants_workers(start))
-            share(num, grain, num_passes, body, start);
+            share(whole, start);
         else
-            alone(num, grain, num_passes, body);
+            alone(whole);
         is_busy.clear(std::memory_order_release);
     }
 
@@ -123,10 +124,16 @@ class Team {
         return is_ready();
     }
 
-    template <typename F>
-    static void alone(int64_t num, int64_t grain, int64_t num_passes, const F& body) {
-        for (int64_t first = 0; first < num; first += grain)
-            for (int64_t pass = 0; pass < num_passes; ++pass) body(Piece{first, std::min(grain, num - first), pass, 0});
+    // One copy of the body's code for every way in which a loop runs: the compiler may round another copy differently.
+    template <typename Body>
+    static __attribute__((noinline)) void call_body(const void* body, const Piece& piece) {
+        (*static_cast<Body*>(const_cast<void*>(body)))(piece);
+    }
+
+    static void alone(const Loop& whole) {
+        for (int64_t first = 0; first < whole.num; first += whole.grain)
+            for (int64_t pass = 0; pass < whole.num_passes; ++pass)
+                whole.call(whole.body, {first, std::min(whole.grain, whole.num - first), pass, 0});
     }
 
     int64_t first_of(int member) const { return member * loop.num / size(); }
@@ -134,10 +141,8 @@ class Team {
         return static_cast<uint32_t>(divide_up(first_of(member + 1) - first_of(member), loop.grain) * loop.num_passes);
     }
 
-    template <typename F>
-    void share(int64_t num, int64_t grain, int64_t num_passes, F& body, Clock::time_point start) {
-        using Body = std::remove_reference_t<F>;
-        loop = {[](const void* of, const Piece& piece) { (*static_cast<Body*>(const_cast<void*>(of)))(piece); }, &body, num, grain, num_passes};
+    void share(const Loop& whole, Clock::time_point start) {
+        loop = whole;
         uint32_t total = 0;
         for (int m = 0; m < size(); ++m) total += num_pieces(m);
         num_undone.store(total, std::memory_order_relaxed);

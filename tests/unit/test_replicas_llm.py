@@ -294,7 +294,8 @@ def test_llm_bad_setting_is_refused_by_name():
     [
         ({"speculation": "magic"}, "speculation.method must be one of none, auto, ngram"),
         ({"speculation": {"depth": 3}}, "speculation has no setting depth; allowed are method"),
-        ({"speculative_config": {"method": "mtp"}}, "speculative_config.method must be one of ngram"),
+        ({"speculative_config": {"method": "magic"}}, "speculative_config.method must be one of ngram"),
+        ({"speculative_config": {"method": "mtp"}}, "speculative_config.method 'mtp' is not supported"),
         ({"speculation": "ngram", "speculative_config": {"method": "ngram"}}, "leave one of them out"),
     ],
 )

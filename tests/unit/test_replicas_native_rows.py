@@ -18,6 +18,7 @@ from replicas.model.native_decoder import LAYOUT, NativeDecoder
 from replicas.model.runner import kv_groups, probe_layers
 from replicas.native.build import load_native_library
 from replicas.native.isa import EMULATED, cpu_flags, runnable
+from replicas.native.thread_team import ThreadTeam
 from replicas.request import GenerationRequest
 from replicas.sampling_params import SamplingParams
 from replicas.scheduling.request_state import RequestState
@@ -74,7 +75,8 @@ def test_rows_1_to_17_of_a_chunk_equal_one_at_a_time(variant: tuple[ctypes.CDLL,
     calls = probe_layers(model)
     kv = KVTensors(kv_groups(calls), layout=LAYOUT, num_blocks=12, block_size=BLOCK_SIZE, dtype=dtype, device=torch.device("cpu"))
     kv.fill(range(12), 0.25)
-    decoder = NativeDecoder(library, model, calls, kv, quantization=quantization)
+    team = ThreadTeam(library, 3)  # loops over many rows are shared, loops over few are not
+    decoder = NativeDecoder(library, model, calls, kv, quantization=quantization, team=team)
     verified, neighbour = state_of(2 * BLOCK_SIZE - 3 + MAX_ROWS, 0, 1), state_of(40, 6, 2)
     start = len(verified.token_ids) - MAX_ROWS  # three slots before a block ends: the rows go on in the next
     decoder.forward(step((verified, 0, start), (neighbour, 0, 39)))
