@@ -19,6 +19,7 @@ from replicas.grammar_spec import GrammarKind, GrammarSpec
 from replicas.llm import LLM
 from replicas.request import FinishReason, GenerationRequest
 from replicas.sampling_params import SamplingParams
+from replicas.speculation_config import SpeculationConfig
 from replicas.text.tokenizer import Tokenizer
 from tests.engine_harness import Generated, run
 from tests.rank_threads import ThreadLauncher
@@ -115,7 +116,7 @@ def test_answer_that_is_cut_ends_with_length(engine: Engine, expected: Any) -> N
     assert (len(token_ids), reason) == (9, FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("how", ["transformers", "ranks", "bfloat16"])
+@pytest.mark.parametrize("how", ["transformers", "ranks", "bfloat16", "drafts"])
 def test_other_ways_to_run_give_valid_answers_and_in_float32_the_same(
     folder: Path, expected: Any, how: str, default_tokenizer: Tokenizer
 ) -> None:
@@ -125,12 +126,15 @@ def test_other_ways_to_run_give_valid_answers_and_in_float32_the_same(
             config(folder, tensor_parallel_size=2, parallel=ParallelConfig(rank_deadline_s=60.0)), launcher=ThreadLauncher()
         ),
         "bfloat16": lambda: load_engine(config(folder, dtype="bfloat16")),
+        "drafts": lambda: load_engine(config(folder, speculation=SpeculationConfig(method="suffix"))),
     }
     engine = loads[how]()
     try:
         found = answers(engine, requests())
+        again = answers(engine, requests(name="again"))  # with drafts from the answers before
     finally:
         engine.close()
+    assert again == found
     for token_ids, _ in found:
         jsonschema.validate(json.loads(default_tokenizer.decode(token_ids)), SCHEMA)
     if how != "bfloat16":
