@@ -68,6 +68,29 @@ def test_run_of_two_requests_counts_up_to_length_and_to_eos(engine: Engine) -> N
     assert stats.num_free_blocks == stats.num_blocks
 
 
+def test_pause_of_streams_for_an_urgent_prompt_ends_by_the_engines_clock(runner: CountingRunner) -> None:
+    now_s = [0.0]
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, max_urgent_share=0.99, max_urgent_pause_s=1.0)
+    description = ModelDescription(max_model_len=64, vocab_size=VOCAB_SIZE, block_size=4, dtype="float32", tokenizer_source="none")
+    engine = Engine(
+        scheduler=Scheduler(config, BlockPool(64, 4)),
+        runner=runner,
+        sampler=Sampler(VOCAB_SIZE),
+        description=description,
+        clock=lambda: now_s[0],
+    )
+    for number in range(4):
+        engine.add_request(replace(_requests([[number + 1]])[0], request_id=f"r{number}", priority=9))
+    engine.step()
+    engine.add_request(replace(_requests([range(1, 45)])[0], request_id="urgent"))
+    for now_s[0] in (0.0, 0.9, 1.0):
+        engine.step()
+    assert [len(tokens) for tokens in runner.steps[1:]] == [16, 16, 16]
+    assert [tokens[0] for tokens in runner.steps[1:3]] == [1, 17], "the prompt alone"
+    assert runner.steps[3][0] == 2, "a token for the first stream, whose pause began at 0.0"
+    assert engine.stats().num_pauses == 8
+
+
 def test_step_that_raises_fails_its_requests_and_the_engine_goes_on(engine: Engine, runner: CountingRunner) -> None:
     def break_once(logits: torch.Tensor) -> None:
         runner.before = lambda logits: None
