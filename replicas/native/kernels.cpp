@@ -74,7 +74,7 @@ void manta_paged_attention(const MantaAttentionArgs* a) {
     });
 }
 
-// out [num_rows, outputs rounded up to 16] = in [num_rows, k] times a packed weight. Only for tests of the multiplication.
+// out [num_rows, outputs rounded up to 16] = in [num_rows, k] times a packed weight: layers of drafting heads, and tests.
 void manta_multiply(const float* in, int64_t num_rows, const MantaLinear* linear, float* out, MantaTeam* team) {
     manta::with_weight(*linear, [&](auto weight) {
         manta::Lines<float> prepared(num_rows * weight.prepared_floats());
