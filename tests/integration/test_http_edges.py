@@ -154,14 +154,14 @@ async def test_clients_of_a_gateway_that_dies_are_told_so_in_the_shape_of_the_ap
     async def whole() -> httpx.Response:
         return await http.post("/v1/completions", json=completion(max_tokens=1500, ignore_eos=True))
 
-    streams = [asyncio.create_task(streamed()) for _ in range(8)]
-    answers = [asyncio.create_task(whole()) for _ in range(8)]
+    streams = [asyncio.create_task(streamed()) for _ in range(12)]
+    answers = [asyncio.create_task(whole()) for _ in range(12)]
     await begun.wait()
     os.kill(deployed.pid_of("gateway"), signal.SIGKILL)
     endings = [text.removesuffix("\n\n").rpartition("\n\n")[2].removeprefix("data: ") for text in await asyncio.gather(*streams)]
     errors = [json.loads(ending) for ending in endings if ending != "[DONE]"]
     failed = [response.json() for response in await asyncio.gather(*answers) if response.status_code != 200]
-    assert 0 < len(errors) < 8  # the other gateway's end well
-    assert 0 < len(failed) < 8
+    assert 0 < len(errors) < 12  # the other gateway's end well
+    assert 0 < len(failed) < 12
     for error in (*errors, *failed):
         check_schema("ErrorResponse", error)
