@@ -1,10 +1,12 @@
 """Compares the engine's speed in this checkout with that in another one.
 
-Usage: python -m tests.bench.paired OTHER_CHECKOUT [--pairs 24] [--loads 4] [--workloads SINGLE B32 PREFILL] [--set quantization=int8]
+Usage: python -m tests.bench.paired OTHER_CHECKOUT [--loads 24] [--pairs 1] [--workloads SINGLE B32 PREFILL] [--set quantization=int8]
 
-Each checkout loads the default model in its own process. The two take turns with the same prompts, in alternating order, so that a
-drift of the machine's speed affects both; a pair's ratio is this checkout's tokens per second over the other's. The interval is the
-95 % confidence interval of the mean ratio (Student's t over the logarithms). Run it on an otherwise idle machine.
+Each checkout loads the default model in its own process, again for every load: where its memory lies makes a process faster or slower
+than the next one of the same code, by up to a tenth. The two take turns with the same prompts, in alternating order, so that a drift of
+the machine's speed affects both; a pair's ratio is this checkout's tokens per second over the other's, a load's is the mean of its
+`--pairs`. The interval is the 95 % confidence interval of the mean over the loads (Student's t over the logarithms). Run it on an
+otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import json
 import math
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,8 @@ from tqdm import tqdm
 from tests.bench.machine import hardware_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PAUSE_S = 0.05
+"""Before each measurement: OpenMP's threads of the process that has just computed spin for some milliseconds."""
 VOCABULARY = range(1_000, 40_000)
 """Ordinary tokens of the default model."""
 
@@ -73,19 +79,20 @@ WORKLOADS = {
 }
 
 
-class Checkout:
-    """Owns one checkout's process."""
+class EngineProcess:
+    """Owns a process that loads an engine, says "ready", and then computes what it is asked for (WORKER)."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        command = [str(REPOSITORY / ".venv" / "bin" / "python"), "-c", WORKER, json.dumps(settings)]
+    def __init__(self, name: str, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> None:
+        """Raises RuntimeError if the engine does not load."""
         self._process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, cwd=cwd, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         if self._line() != "ready":
-            raise RuntimeError(f"{folder}: its engine did not load; try `LLM()` there")
+            raise RuntimeError(f"{name}: its engine did not load; its command is {shlex.join(command)}")
 
     def tokens_per_s(self, workload: Workload, seed: int) -> float:
         assert self._process.stdin is not None
+        time.sleep(PAUSE_S)
         task = {"prompts": workload.prompts(seed), "max_tokens": workload.max_tokens}
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()
@@ -101,6 +108,14 @@ class Checkout:
             if line.strip():
                 return line.strip()
         return ""
+
+
+class Checkout(EngineProcess):
+    """This repository's engine as a checkout has it."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        python = str(REPOSITORY / ".venv" / "bin" / "python")
+        super().__init__(str(folder), [python, "-c", WORKER, json.dumps(settings)], folder)
 
 
 def interval_of(ratios: list[float]) -> tuple[float, float, float]:
@@ -126,43 +141,47 @@ def _value(text: str) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.paired", description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path)
-    parser.add_argument("--pairs", type=int, default=24)
-    parser.add_argument("--loads", type=int, default=4)
+    parser.add_argument("--loads", type=int, default=24)
+    parser.add_argument("--pairs", type=int, default=1, help="of each load")
     parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=["SINGLE", "B32", "PREFILL"])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="engine settings of both")
     options = parser.parse_args()
     settings = settings_of(options.set)
     print(hardware_line(os.cpu_count() or 1), settings or "", flush=True)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in options.workloads}  # tokens/s here and there, of each pair
-    num_pairs = -(-options.pairs // options.loads)
-    for load in tqdm(range(options.loads), "loads", leave=False, disable=not sys.stderr.isatty()):
-        measure(options.other, settings, load, num_pairs, found)
-    for name, pairs in found.items():
-        mean, low, high = interval_of([ours / theirs for ours, theirs in pairs])
-        median = statistics.median(ours for ours, _ in pairs)
-        print(f"{name}: {median:.1f} tokens/s, ratio {mean:.4f}, 95 % interval {low:.4f} to {high:.4f} ({len(pairs)} pairs)", flush=True)
+    loads = [
+        measured_load(options.other, settings, load, options.pairs, options.workloads)
+        for load in tqdm(range(options.loads), "loads", leave=False, disable=not sys.stderr.isatty())
+    ]
+    for name in options.workloads:
+        pairs = [load[name] for load in loads]
+        mean, low, high = interval_of([statistics.geometric_mean(ours / theirs for ours, theirs in load) for load in pairs])
+        median = statistics.median(ours for load in pairs for ours, _ in load)
+        print(f"{name}: {median:.1f} tokens/s, ratio {mean:.4f}, 95 % interval {low:.4f} to {high:.4f} ({len(pairs)} loads)", flush=True)
     return 0
 
 
-def measure(other: Path, settings: dict[str, Any], load: int, num_pairs: int, found: dict[str, list[tuple[float, float]]]) -> None:
-    """Loads both checkouts and adds `num_pairs` pairs of each workload to `found`."""
+def measured_load(
+    other: Path, settings: dict[str, Any], load: int, num_pairs: int, workloads: Sequence[str]
+) -> dict[str, list[tuple[float, float]]]:
+    """Loads both checkouts; workload -> tokens/s here and there, of each pair."""
     folders = [REPOSITORY, other]
     first = load % 2
     checkouts: dict[int, Checkout] = {}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in workloads}
     try:
         for index in (first, 1 - first):
             checkouts[index] = Checkout(folders[index], settings)
         for name, pairs in found.items():
-            workload = WORKLOADS[name]
             for checkout in checkouts.values():
-                checkout.tokens_per_s(workload, -1 - load)  # warm-up
-            for _ in range(num_pairs):
-                order = (0, 1) if len(pairs) % 2 == 0 else (1, 0)
-                speeds = {index: checkouts[index].tokens_per_s(workload, len(pairs)) for index in order}
+                checkout.tokens_per_s(WORKLOADS["SETTLE"], -1 - load)
+            for pair in range(num_pairs):
+                order = (0, 1) if (load + pair) % 2 == 0 else (1, 0)
+                speeds = {index: checkouts[index].tokens_per_s(WORKLOADS[name], load * num_pairs + pair) for index in order}
                 pairs.append((speeds[0], speeds[1]))
     finally:
         for checkout in checkouts.values():
             checkout.close()
+    return found
 
 
 if __name__ == "__main__":

