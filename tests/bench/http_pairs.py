@@ -2,7 +2,7 @@
 
 Usage: python -m tests.bench.http_pairs OTHER_CHECKOUT [--pairs 20] [--clients 1 16] [--config FILE]
 
-Both checkouts run `make serve` at the same time, each in a network namespace of its own (that takes root), so that their ports and their
+Both checkouts run `make serve` at the same time, each in namespaces of its own (that takes root), so that their ports, their Rays and their
 claims on cores do not meet. They take turns under the load of http_load.py, in alternating order: the one that waits is idle. A pair's
 ratio is this checkout's figure over the other's; the interval is that of paired.py. Run it on an otherwise idle machine.
 """
@@ -15,11 +15,11 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 from replicas.model.default_model import DEFAULT_MODEL_NAME
@@ -31,19 +31,20 @@ from tests.bench.workload_source import SHARED_BENCH
 PORT = 8000
 FIGURES = ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms")
 START_TIMEOUT_S = 600.0
+NAMESPACE_SCRIPT = "ip link set lo up && mount -t tmpfs tmpfs /tmp && echo up && exec sleep infinity"
 
 
 class Served:
-    """Owns one checkout's service and its network namespace."""
+    """Owns one checkout's service and the namespaces that it runs in: network, processes and /tmp of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._state = tempfile.TemporaryDirectory()
-        script = "ip link set lo up && echo up && exec sleep infinity"
-        self._namespace = subprocess.Popen(["unshare", "--net", "sh", "-c", script], stdout=subprocess.PIPE, text=True)
+        command = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", NAMESPACE_SCRIPT]
+        self._namespace = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._namespace.stdout is not None
         if self._namespace.stdout.readline().strip() != "up":
-            raise RuntimeError("no network namespace could be made; run this as root")
+            raise RuntimeError("no namespaces could be made; run this as root")
+        (self._first,) = psutil.Process(self._namespace.pid).children()
 
     def start(self, config: Path) -> None:
         """Returns when it serves. Raises RuntimeError."""
@@ -58,14 +59,13 @@ class Served:
         return dict(json.loads(done.stdout))
 
     def close(self) -> None:
-        self._local("stop")
+        self._first.kill()  # the first process of a namespace takes all others along
         self._namespace.kill()
         self._namespace.wait()
-        self._state.cleanup()
 
     def _local(self, *arguments: str) -> None:
         command = [str(self._folder / ".venv" / "bin" / "python"), "-m", "cluster.local", *arguments]
-        env = {**os.environ, "MANTA_STATE_DIR": self._state.name}
+        env = {**os.environ, "MANTA_STATE_DIR": "/tmp/state"}
         done = subprocess.run(
             self._inside(command), cwd=self._folder, env=env, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False
         )
@@ -73,7 +73,7 @@ class Served:
             raise RuntimeError(f"{self._folder}: {arguments[0]} failed: {(done.stdout + done.stderr)[-2000:]}")
 
     def _inside(self, command: Sequence[str]) -> list[str]:
-        return ["nsenter", f"--net=/proc/{self._namespace.pid}/ns/net", "--", *command]
+        return ["nsenter", "--net", "--mount", "--pid", "--target", str(self._first.pid), f"--wdns={self._folder}", "--", *command]
 
 
 def main() -> int:
