@@ -23,12 +23,14 @@ import psutil
 from tqdm import tqdm
 
 from replicas.model.default_model import DEFAULT_MODEL_NAME
-from tests.bench.http_peers import CLIENTS, MAX_TOKENS, go_first, may_go_first
+from tests.bench.http_peers import MAX_TOKENS, go_first, may_go_first
 from tests.bench.machine import hardware_line
 from tests.bench.paired import REPOSITORY, interval_of
 from tests.bench.workload_source import SHARED_BENCH
 
 PORT = 8000
+CLIENTS = {1: 4, 16: 16}
+"""Clients at once -> requests of one round, which is short so that a pair sees the same machine."""
 FIGURES = ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms")
 START_TIMEOUT_S = 600.0
 NAMESPACE_SCRIPT = "ip link set lo up && mount -t tmpfs tmpfs /tmp && echo up && exec sleep infinity"
