@@ -1,4 +1,5 @@
-"""Tiny tokenizers with chat templates in the manner of well-known families: the same control tokens, the same joints."""
+"""Tiny tokenizers with chat templates in the manner of well-known families: the same control tokens, the same joints. The framed ones
+are in no family's manner: their control tokens have one character."""
 
 from __future__ import annotations
 
@@ -22,6 +23,14 @@ class ChatFamily:
     plain: tuple[str, ...] = ()
     """Added tokens that are not special."""
 
+
+_FRAMED = (
+    "{% for message in messages %}{{ '\x01' + message['role'] }}{% if message['name'] is defined %}※{{ message['name'] }}{% endif %}"
+    "{{ '\x1e' + message['content'] + '\x02' }}{% endfor %}"
+    "{% if tools is defined and tools %}※{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}\x01assistant\x1e{% endif %}"
+)
+_FRAMES = ("<|end|>", "\x01", "\x02", "\x1e", "※", "※\x01")
 
 _TOOLS = "{% if tools is defined and tools %}{{ tools | tojson }}{% endif %}"
 
@@ -75,6 +84,8 @@ CHAT_FAMILIES = {
             + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
         ),
     ),
+    "framed": ChatFamily(special=_FRAMES, template=_FRAMED),
+    "framed_pieces": ChatFamily(special=_FRAMES, template=_FRAMED, is_sentencepiece=True),
 }  # fmt: skip
 
 

@@ -9,11 +9,18 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 _WORDS = frozenset(["role", "type"])
 """Keys of values that templates compare, or build control tokens of (`'<|' + message.role + '|>'`): nothing is put around those."""
+_SEPARATORS = frozenset("\x1c\x1d\x1e\x1f")
+"""Of information: blank for Python and Jinja, but nobody writes them for a space."""
+_BLANK = "".join(char for char in map(chr, range(0x3001)) if char.isspace())
+
+
+class SpelledOut(str):
+    """A piece of a prompt: a character of a client's that is a control token by itself. Only the tokens of its bytes can write it."""
 
 
 class ControlTokens:
@@ -23,34 +30,40 @@ class ControlTokens:
     client can write one.
     """
 
-    def __init__(self, tokens: Mapping[str, int], unknown_id: int | None = None) -> None:
-        """`tokens` maps the text of each control token to its id. Tokens of one character are none: they cannot be taken apart.
-        `unknown_id` is the one that any text may have where the vocabulary lacks a character."""
-        known = {token: token_id for token, token_id in tokens.items() if len(token) > 1}
-        self._counted = {token: token_id for token, token_id in known.items() if token_id != unknown_id}
+    def __init__(self, tokens: Mapping[str, int], text_ids: Set[int] = frozenset()) -> None:
+        """`tokens` maps the text of each control token to its id. `text_ids` are those that any text may have: of single bytes, and
+        of what the vocabulary lacks."""
+        chars = {token for token in tokens if len(token) == 1}
+        self._counted = {token: token_id for token, token_id in tokens.items() if token_id not in text_ids}
         self._counted_ids = frozenset(self._counted.values())
-        self._prefixes = frozenset(token[:size] for token in known for size in range(1, len(token)))
-        self._suffixes = frozenset(token[-size:] for token in known for size in range(1, len(token)))
-        self._insides = "\0".join(known)
-        self._max_chars = max(map(len, known), default=0)
-        self._open, self._close, self._break = marks = _new_mark(), _new_mark(), _new_mark()
-        any_token = "|".join(map(re.escape, sorted(known, key=len, reverse=True))) or "(?!)"
+        self._prefixes = frozenset(token[:size] for token in tokens for size in range(1, len(token)))
+        self._suffixes = frozenset(token[-size:] for token in tokens for size in range(1, len(token)))
+        self._insides = "\0".join(tokens)
+        self._max_chars = max(map(len, tokens), default=0)
+        self._blank = "".join(char for char in _BLANK if char not in chars)
+        self._open, self._close, self._break, self._spell = marks = _new_marks(4, chars)
+        any_token = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
         self._token = re.compile(any_token)
         self._token_start = re.compile(f"(?={any_token})")
-        self._marked_token = re.compile(f"{self._open}({any_token}){self._close}")
-        self._mark = re.compile("|".join(marks))
-        self._escaped_marks = {json.dumps(mark)[1:-1]: mark for mark in marks}
+        self._last_token = re.compile(f"(?:{any_token})\\Z")
+        longest = 6 * self._max_chars  # a template may have escaped it for JSON
+        self._marked_token = re.compile(f"{self._open}((?:(?!{self._open}).){{0,{longest}}}?){self._close}", re.DOTALL)
+        self._char = re.compile("|".join(map(re.escape, chars)) or "(?!)")
+        self._mark = re.compile("|".join(marks[:3]))
+        self._escaped_marks = {json.dumps(mark)[1:-1]: mark for mark in marks[:3]}
 
     @classmethod
-    def of(cls, added_tokens: Mapping[int, Any], template: str, unknown_id: int | None) -> ControlTokens:
-        """Of a tokenizer: all special tokens, and those added ones that its chat template mentions. Blank ones are text everywhere."""
+    def of(cls, added_tokens: Mapping[int, Any], template: str, text_ids: Set[int]) -> ControlTokens:
+        """Of a tokenizer: all special tokens, and those added ones of more than one character that its chat template mentions. Blank
+        ones are text everywhere."""
         return cls(
             {
                 token.content: token_id
                 for token_id, token in added_tokens.items()
-                if not token.content.isspace() and (token.special or token.content in template)
+                if (not token.content.isspace() or token.content in _SEPARATORS)
+                and (token.special or (len(token.content) > 1 and token.content in template))
             },
-            unknown_id,
+            text_ids,
         )
 
     def mark(self, value: Any, *, is_word: bool = False) -> Any:
@@ -65,7 +78,7 @@ class ControlTokens:
         return value
 
     def _mark_text(self, text: str, *, is_word: bool) -> str:
-        core = text.strip()
+        core = text.strip(self._blank)
         if not core:
             return text
         marked = self._token.sub(rf"{self._open}\g<0>{self._close}", core)
@@ -79,23 +92,34 @@ class ControlTokens:
         return text[:start] + marked + text[start + len(core) :]
 
     def pieces(self, rendered: str) -> list[str]:
-        """A prompt rendered from marked values, without marks, cut so that no piece holds a control token of a client's."""
+        """A prompt rendered from marked values, without marks, cut so that no piece holds a control token of a client's, but those of
+        one character, each in a SpelledOut."""
         for escaped, mark in self._escaped_marks.items():  # by a template's `tojson`
             rendered = rendered.replace(escaped, mark)
         apart = self._marked_token.sub(lambda found: f"{self._break}{self._taken_apart(found[1])}{self._break}", rendered)
-        return [piece for piece in self._mark.split(apart) if piece] or [""]
+        return [self._piece(text) for text in self._mark.split(apart) if text] or [""]
+
+    def _piece(self, text: str) -> str:
+        return SpelledOut(text.removeprefix(self._spell)) if text.startswith(self._spell) else text
 
     def _taken_apart(self, token: str) -> str:
         """A control token may hold others."""
         starts = [found.start() + 1 for found in self._token_start.finditer(token)]
-        return self._break.join(token[start:end] for start, end in zip([0, *starts], [*starts, len(token)], strict=True))
+        parts = self._break.join(token[start:end] for start, end in zip([0, *starts], [*starts, len(token)], strict=True))
+        return self._char.sub(rf"{self._break}{self._spell}\g<0>{self._break}", parts)
+
+    def is_at_end_of(self, piece: str) -> bool:
+        """Whether a piece ends with a control token of the template's."""
+        return not isinstance(piece, SpelledOut) and self._last_token.search(piece) is not None
 
     def are_only(self, pieces: Sequence[str], token_ids: Iterable[int]) -> bool:
-        """Whether the ids have no more control tokens than the pieces spell. Normalization of text could make one."""
-        num_written = sum(token in self._counted for piece in pieces for token in self._token.findall(piece))
+        """Whether the ids have no more control tokens than the template wrote. Normalization of text could make one."""
+        written = [piece for piece in pieces if not isinstance(piece, SpelledOut)]
+        num_written = sum(token in self._counted for piece in written for token in self._token.findall(piece))
         return sum(token_id in self._counted_ids for token_id in token_ids) <= num_written
 
 
-def _new_mark() -> str:
-    """Characters for private use, which have no case, no space and no place in any template."""
-    return "".join(chr(0xE000 + secrets.randbelow(0x1900)) for _ in range(8))
+def _new_marks(count: int, others: Set[str]) -> list[str]:
+    """Of characters for private use, which have no case, no space and no place in any template; none of `others`."""
+    chars = [char for char in map(chr, range(0xE000, 0xF900)) if char not in others]
+    return ["".join(secrets.choice(chars) for _ in range(8)) for _ in range(count)]

@@ -65,6 +65,7 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+_CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
 
 
 def byte_level_bytes(token: str) -> bytes:
@@ -73,3 +74,12 @@ def byte_level_bytes(token: str) -> bytes:
         return bytes([_BYTE_OF_CHAR[char] for char in token])
     except KeyError:
         return token.encode()
+
+
+def byte_tokens(text: bytes, kind: DecoderKind) -> list[str] | None:
+    """The tokens that stand for one byte of `text` each; None where the vocabulary has no tokens of bytes."""
+    if kind is DecoderKind.BYTE_LEVEL:
+        return [_CHAR_OF_BYTE[byte] for byte in text]
+    if kind is DecoderKind.BYTE_FALLBACK:
+        return [f"<0x{byte:02X}>" for byte in text]
+    return None

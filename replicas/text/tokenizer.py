@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from replicas.text.control_tokens import ControlTokens
-from replicas.text.token_bytes import BYTE_TOKEN, DecoderKind, byte_level_bytes, decoder_kind, space_markers
+from replicas.text.control_tokens import ControlTokens, SpelledOut
+from replicas.text.token_bytes import BYTE_TOKEN, DecoderKind, byte_level_bytes, byte_tokens, decoder_kind, space_markers
 
 logger = logging.getLogger(__name__)
 
@@ -194,13 +194,25 @@ class Tokenizer:
 
     def _encode_pieces(self, pieces: list[str]) -> list[int]:
         """Token ids of parts of one prompt. The template writes the special tokens of its beginning."""
-        first, *others = self._encode(pieces, add_special_tokens=False)
-        joint = self._joint() if others else []
+        ids = self._encode(pieces, add_special_tokens=False)
+        joint = self._joint() if len(pieces) > 1 else []
         if joint:
-            # At its start a text gets a space that must not come between pieces: each is encoded behind a newline, taken off again.
+            # At its start a text gets a space, which belongs behind control tokens but not between other pieces: those are encoded behind
+            # a newline, taken off again.
             behind = self._encode([f"\n{piece}" for piece in pieces[1:]], add_special_tokens=False)
-            others = [ids[len(joint) :] if ids[: len(joint)] == joint else own for ids, own in zip(behind, others, strict=True)]
-        return [*first, *(token_id for ids in others for token_id in ids)]
+            for index, found in enumerate(behind, 1):
+                if found[: len(joint)] == joint and not self._controls().is_at_end_of(pieces[index - 1]):
+                    ids[index] = found[len(joint) :]
+        spelled = (self._byte_ids(piece.encode()) if isinstance(piece, SpelledOut) else None for piece in pieces)
+        return [token_id for own, of_bytes in zip(ids, spelled, strict=True) for token_id in of_bytes or own]
+
+    def _byte_ids(self, text: bytes) -> list[int] | None:
+        """One token id for each byte; None where the vocabulary lacks one."""
+        tokens = byte_tokens(text, self.decoder_kind)
+        if tokens is None:
+            return None
+        ids = [token_id for token in tokens if (token_id := self._backend.token_to_id(token)) is not None]
+        return ids if len(ids) == len(tokens) else None
 
     def _joint(self) -> list[int]:
         """Token ids of a newline at the start of a text, for tokenizers that put a space there; empty for others."""
@@ -211,7 +223,10 @@ class Tokenizer:
 
     def _controls(self) -> ControlTokens:
         if self._control_tokens is None:
-            self._control_tokens = ControlTokens.of(self._hf.added_tokens_decoder, str(self._hf.chat_template), self._hf.unk_token_id)
+            of_bytes = [token_id for byte in range(256) for token_id in self._byte_ids(bytes([byte])) or ()]
+            self._control_tokens = ControlTokens.of(
+                self._hf.added_tokens_decoder, str(self._hf.chat_template), {*of_bytes, self._hf.unk_token_id}
+            )
         return self._control_tokens
 
     def chat_prompt(

@@ -1,12 +1,13 @@
-"""Text of clients never becomes control tokens: on the default model and on templates of five families."""
+"""Text of clients never becomes control tokens: on the default model, on templates of five families, and with tokens of one character."""
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, models, normalizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +36,7 @@ def sprinkled(specials: list[str], draw: random.Random) -> str:
     parts = []
     for _ in range(draw.randint(1, 8)):
         token = draw.choice(specials)
-        cut = draw.randint(1, len(token) - 1)
+        cut = draw.randint(1, max(1, len(token) - 1))
         parts.append(
             draw.choice([token, token, token[:cut], token[cut:], "a word", " ", "\n", "é中🙂", "<", ">", "|", token[:cut] + token])
         )
@@ -88,6 +89,83 @@ def test_text_that_joins_with_the_template_to_a_control_token_stays_text(name: s
     own = num_special(tokenizer, tokenizer.chat_prompt_ids([{"role": "user", "name": "x", "content": "y"}]))
     messages = [{"role": "user", "name": name, "content": "|im_end|>"}]
     assert num_special(tokenizer, tokenizer.chat_prompt_ids(messages)) == own
+
+
+EVERY_FIELD = (
+    "{% for message in messages %}\x01{{ message.role }}{{ message.name }}\x1e{{ message.tool_call_id }}{{ message.reasoning_content }}"
+    "{% if message.content is string %}{{ message.content | trim }}{% else %}"
+    "{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% for call in message.tool_calls %}{{ call.id }}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}\x02"
+    "{% endfor %}{{ tools | tojson }}{{ documents[0].text }}{{ bos_token }}"
+)
+
+
+def with_word_in(field: str, word: str) -> dict[str, Any]:
+    """A conversation that has `word` in one field, and a plain letter in the others."""
+
+    def text(name: str) -> str:
+        return word if name == field else "y"
+
+    call = {"id": text("call_id"), "function": {"name": text("function"), "arguments": {text("argument"): text("value")}}}
+    common = {"name": text("name"), "tool_call_id": text("tool_call_id"), "reasoning_content": text("reasoning"), "tool_calls": []}
+    messages = [
+        {**common, "role": "system", "content": text("system")},
+        {**common, "role": text("role"), "content": [{"type": "text", "text": text("part")}]},
+        {**common, "role": "assistant", "content": text("content"), "tool_calls": [call]},
+        {**common, "role": "tool", "content": text("tool_result")},
+    ]
+    tools = [{"function": {"name": text("tool"), "description": text("description"), "parameters": {text("parameter"): {}}}}]
+    kwargs = {"tools": tools, "documents": [{"text": text("document")}], "bos_token": text("bos")}
+    return {"messages": messages, "template_kwargs": kwargs, "add_generation_prompt": False}
+
+
+FIELDS = (
+    "system", "role", "name", "part", "content", "tool_result", "tool_call_id", "reasoning", "call_id", "function", "argument", "value",
+    "tool", "description", "parameter", "document", "bos",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["framed", "framed_pieces"])
+@pytest.mark.parametrize("field", FIELDS)
+def test_control_token_of_one_character_stays_text_in_every_field(family: str, field: str) -> None:
+    tokenizer = chat_tokenizer(family)
+    tokenizer._hf.chat_template = EVERY_FIELD
+    own = num_special(tokenizer, tokenizer.chat_prompt_ids(**with_word_in("none", "")))
+    for word in ("※", "\x01", "\x1e", "a※\x02b", "※\x01user\x1e", "é※※é"):
+        token_ids = tokenizer.chat_prompt_ids(**with_word_in(field, word))
+        assert num_special(tokenizer, token_ids) == own, word
+        decoded = tokenizer.decode(token_ids, skip_special_tokens=False)
+        assert (word in decoded) or json.dumps(word, ensure_ascii=False) in decoded, (word, decoded)
+
+
+def test_control_token_of_one_character_inside_another_stays_text() -> None:
+    tokenizer = chat_tokenizer("framed_pieces")
+    tokenizer._backend.add_special_tokens([AddedToken("|", special=True), AddedToken("<", special=True)])
+    tokenizer = Tokenizer(tokenizer._hf)
+    token_ids = tokenizer.chat_prompt_ids([{"role": "user", "content": "a<|end|>| <"}])
+    assert num_special(tokenizer, token_ids) == 5  # of two turns
+    assert "a<|end|>| <" in tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("char", ["§", "!"])
+def test_special_token_that_is_the_vocabularys_own_byte_is_text(char: str) -> None:
+    """GPT-2's alphabet has both for a byte. Some checkpoints pad with "!"."""
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer._backend.add_special_tokens([AddedToken(char, special=True)])
+    tokenizer = Tokenizer(tokenizer._hf)
+    token_ids = tokenizer.chat_prompt_ids([{"role": "user", "content": f"a{char}ç"}])
+    assert f"user\na{char}ç<|im_end|>" in tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def test_control_character_without_another_spelling_is_refused() -> None:
+    backend = Backend(models.WordLevel({"<unk>": 0, "a": 1, "※": 2}, unk_token="<unk>"))
+    backend.add_special_tokens(["※"])
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    hf.chat_template = "{% for message in messages %}{{ message.content }}※{% endfor %}"
+    tokenizer = Tokenizer(hf)
+    assert tokenizer.chat_prompt_ids([{"role": "user", "content": "a"}]) == [1, 2]
+    with pytest.raises(ChatTemplateError, match="takes for a control token"):
+        tokenizer.chat_prompt_ids([{"role": "user", "content": "※"}])
 
 
 def test_texts_that_join_to_a_control_token_stay_text() -> None:
