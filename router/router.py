@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
 from dataclasses import replace
 
@@ -12,6 +13,9 @@ from router.policies.policy import Policy
 from router.policies.recording import DecisionSink
 from router.routing_statistics import RoutingStatistics
 from router.snapshot import Decision, Rejection, RoutingRequest
+
+_EXTENSION = re.compile(r"(-\d{1,6}){0,3}", re.ASCII)
+"""What an answer's id has behind it in requests: the prompt's number, and those of choice and attempt after a loss."""
 
 
 class Router:
@@ -140,10 +144,13 @@ class Router:
         return min(wakeups, default=None)
 
     def explain(self, request_id: str) -> list[Decision | Rejection]:
-        """The answers, newest last, to the request and to requests sent on its behalf (ids that extend its own with "-"), among the
-        last `num_explained` requests. Decisions have every candidate's terms."""
-        parts = f"{request_id}-"
-        return [answer for known, answer in self._explained.items() if known == request_id or known.startswith(parts)]
+        """The answers, newest last, to the request and to requests sent on its behalf (ids that extend its own with numbers), among
+        the last `num_explained` requests. Decisions have every candidate's terms."""
+        return [
+            answer
+            for known, answer in self._explained.items()
+            if known.startswith(request_id) and _EXTENSION.fullmatch(known, len(request_id))
+        ]
 
     def num_serving(self) -> dict[str, int]:
         """Model -> replicas that neither drain nor hang; a model without any may be missing."""

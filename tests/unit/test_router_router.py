@@ -356,7 +356,8 @@ def test_explain_of_an_answer_tells_of_its_prompts_and_resends_only() -> None:
         router.release(name, 3.0)
     assert router.explain("lost") == [rejection]
     assert [answer.request_id for answer in router.explain("cmpl-a")] == ["cmpl-a-0", "cmpl-a-1", "cmpl-a-0-0-1"]
-    assert router.explain("nobody") == []
+    for other in ("nobody", "", "cmpl", "cmpl-", "cmpl-a-", "cmpl-a-0-0-1-", "CMPL-a"):
+        assert router.explain(other) == []
 
 
 def test_fenced_replica_gets_nothing_until_the_fence_is_lifted() -> None:
