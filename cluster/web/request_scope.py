@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from cluster.web.principals import Principals
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+_ID_NAME = REQUEST_ID_HEADER.encode()
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -66,11 +67,10 @@ class RequestScope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
         observer = _GuardedObserver(self._observe())
         state = RequestFacts(
-            request_id=_request_id(headers.get(REQUEST_ID_HEADER.encode())),
-            principal=self._principals.of(headers),
+            request_id=request_id_of(scope["headers"]),
+            principal=self._principals.of(dict(scope["headers"])),
             clock=self._clock,
             emit=observer.see,
         )
@@ -130,7 +130,12 @@ def state_of(request: Request) -> RequestFacts:
     return state
 
 
-def _request_id(given: bytes | None) -> str:
-    """The client's own id when it is safe to log and to send back, else a new one."""
-    text = "" if given is None else given.decode("latin-1")
-    return text if _SAFE_ID.fullmatch(text) else f"req-{secrets.token_hex(12)}"
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's own id when it is safe to log and to send back, else a new one; two ids are none. `headers` as ASGI gives them."""
+    given = b",".join(value for name, value in headers if name == _ID_NAME).decode("latin-1")
+    return given if _SAFE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+
+
+def with_request_id(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> list[tuple[bytes, bytes]]:
+    """The headers with this id and no other."""
+    return [*((name, value) for name, value in headers if name != _ID_NAME), (_ID_NAME, request_id.encode())]

@@ -116,6 +116,19 @@ async def test_request_without_an_id_gets_one_that_everybody_sees() -> None:
     assert seen[0] != seen[1]
 
 
+@pytest.mark.parametrize("given", [("mine",), ("a b",), ("a" * 129,), ("",), ("日本",), ("<script>",), ("a", "b")])
+async def test_everybody_sees_one_id_the_clients_own_if_it_is_safe(given: tuple[str, ...]) -> None:
+    seen: list[list[bytes]] = []
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append([value for name, value in scope["headers"] if name == b"x-request-id"])
+        await sending(start(200), part(b"ok"))(scope, receive, send)
+
+    head, _ = await answered(proxy, headers=[(b"x-request-id", value.encode()) for value in given])
+    assert seen == [[dict(head["headers"])[b"x-request-id"]]]
+    assert (seen == [[value.encode() for value in given]]) is (given == ("mine",))
+
+
 @pytest.mark.parametrize("then", [None, RuntimeError("boom")])
 async def test_stream_that_breaks_off_ends_with_an_error_event(then: Exception | None) -> None:
     event = part(b"data: {}\n\n", True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -14,10 +13,10 @@ from cluster.failures import Unavailable, answer_for
 from cluster.protocols.dialect import Dialect
 from cluster.protocols.dialects import dialect_of
 from cluster.web.proxy.page_permissions import PagePermissions
+from cluster.web.request_scope import REQUEST_ID_HEADER, request_id_of, with_request_id
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_ID = "x-request-id"
 _SERVES_OWN_PATHS = "/-/"
 _MAX_TEXT_BYTES = 4096
 
@@ -37,10 +36,8 @@ class AnswerGuard:
         if scope["type"] != "http" or scope["path"].startswith(_SERVES_OWN_PATHS):
             await self._app(scope, receive, send)
             return
-        request_id = Headers(scope=scope).get(_REQUEST_ID)
-        if request_id is None:  # else Serve would make one that is not known here
-            request_id = f"req-{secrets.token_hex(12)}"
-            scope = {**scope, "headers": [*scope["headers"], (_REQUEST_ID.encode(), request_id.encode())]}
+        request_id = request_id_of(scope["headers"])
+        scope = {**scope, "headers": with_request_id(scope["headers"], request_id)}  # else Serve would make one, or send any back
         if (origin := Headers(scope=scope).get("origin")) is not None:
             send = _permitting(send, self._permissions, origin)
         answer = _Answer(scope, receive, send, dialect_of(scope["path"]), request_id)
@@ -81,7 +78,7 @@ class _Answer:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(raw=[(name, value) for name, value in message.get("headers", ())])
-            headers.setdefault(_REQUEST_ID, self._request_id)
+            headers.setdefault(REQUEST_ID_HEADER, self._request_id)
             if message["status"] >= 400 and headers.get("content-type", "text/plain").startswith("text/plain"):
                 self._refusal = message
                 return
@@ -117,5 +114,5 @@ class _Answer:
         self._has_started = self._is_complete = True
         answer = answer_for(error, self._request_id)
         response = JSONResponse(self._dialect.error_body(answer), status_code=answer.status, headers=answer.headers)
-        response.headers[_REQUEST_ID] = self._request_id
+        response.headers[REQUEST_ID_HEADER] = self._request_id
         await response(self._scope, self._receive, self._send)
