@@ -14,13 +14,14 @@ from cluster.web.proxy.http_protocol import HttpProtocol
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[int]:
-    """Serves `app` on a free port of the loopback address and yields the port."""
+async def serving(app: ASGIApp, *, websockets: bool = False) -> AsyncIterator[int]:
+    """Serves `app` on a free port of the loopback address and yields the port. Serve's proxy has `websockets`."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
+        ws = "auto" if websockets else "none"
         server = uvicorn.Server(
-            uvicorn.Config(app, http=HttpProtocol, log_config=None, lifespan="auto", ws="none", timeout_graceful_shutdown=1)
+            uvicorn.Config(app, http=HttpProtocol, log_config=None, lifespan="auto", ws=ws, timeout_graceful_shutdown=1)
         )
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:

@@ -165,3 +165,32 @@ async def test_every_refusal_has_the_shape_of_the_api_and_an_id(
     assert found == status, body
     check_schema("ErrorResponse", json.loads(body))
     assert answered["x-request-id"]
+
+
+HANDSHAKE = ("Connection: Upgrade", "Upgrade: websocket")
+VERSION, KEY = "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "status"),
+    [
+        ("/v1/models", (VERSION, KEY), 403),
+        (CHAT, (VERSION, KEY), 403),
+        ("/v1/models", (), 200),  # no handshake, so an offer like any other
+        ("/v1/models", (VERSION,), 200),
+        ("/v1/models", (VERSION, "Sec-WebSocket-Key: short"), 200),
+        ("/v1/models", ("Sec-WebSocket-Version: 12", KEY), 200),
+        (CHAT, ("Sec-WebSocket-Version: 12", KEY), 405),
+    ],
+)
+async def test_websocket_that_nobody_serves_is_refused_in_the_shape_of_the_api(
+    default_tokenizer: Tokenizer, path: str, more: tuple[str, ...], status: int
+) -> None:
+    async with running_cluster(default_tokenizer) as cluster, serving(in_front_of(cluster.app), websockets=True) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        found, headers, body = await Connection(reader, writer).ask("GET", path, b"", *HANDSHAKE, *more)
+        writer.close()
+    assert found == status, body
+    assert headers["x-request-id"]
+    if status != 200:
+        check_schema("ErrorResponse", json.loads(body))

@@ -25,7 +25,8 @@ class AnswerGuard:
     """ASGI middleware. Every error has the shape of its path's dialect, whoever makes it, and every answer a request id. Pages of other
     origins may read the errors made here if they may read the gateway's answers.
 
-    A stream that breaks off behind it ends with an error event. What fails behind it fails alone: the proxy goes on.
+    A stream that breaks off behind it ends with an error event. What fails behind it fails alone: the proxy goes on. WebSockets are for
+    other applications on the same Serve: a handshake that nobody accepts is an error like any other.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -33,6 +34,9 @@ class AnswerGuard:
         self._permissions = PagePermissions()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._app(scope, receive, _telling_refusal(scope, send))
+            return
         if scope["type"] != "http" or scope["path"].startswith(_SERVES_OWN_PATHS):
             await self._app(scope, receive, send)
             return
@@ -46,6 +50,26 @@ class AnswerGuard:
         except Exception:
             logger.exception("request %s failed in the proxy", request_id)
         await answer.finish()
+
+
+def _telling_refusal(scope: Scope, send: Send) -> Send:
+    """Of a WebSocket that is closed before it was accepted; ASGI alone would give it an empty 403."""
+    has_answer = "websocket.http.response" not in scope.get("extensions", {})
+
+    async def telling(message: Message) -> None:
+        nonlocal has_answer
+        if has_answer or message["type"] != "websocket.close":
+            has_answer = True
+            await send(message)
+            return
+        has_answer = True
+        answer = answer_for(HTTPException(403, "No WebSocket is served at this path: send a plain HTTP request."), "")
+        headers = {REQUEST_ID_HEADER: request_id_of(scope["headers"])}
+        response = JSONResponse(dialect_of(scope["path"]).error_body(answer), status_code=answer.status, headers=headers)
+        await send({"type": "websocket.http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        await send({"type": "websocket.http.response.body", "body": response.body})
+
+    return telling
 
 
 def _permitting(send: Send, permissions: PagePermissions, origin: str) -> Send:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httptools
@@ -12,9 +13,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from cluster.failures import BadRequest, answer_for
 from cluster.protocols.dialects import DEFAULT_DIALECT
 
+_WEBSOCKET_KEY = re.compile(rb"[A-Za-z0-9+/]{21}[AQgw]==")  # 16 bytes in base64
+
 
 class HttpProtocol(HttpToolsProtocol):  # type: ignore[misc]
-    """Passes over every offer but a WebSocket (RFC 9110, section 7.8): the request is served as if it had none.
+    """Passes over every offer but a valid one of a WebSocket (RFC 9110, section 7.8): the request is served as if it had none.
 
     Java's clients offer `Upgrade: h2c` with each request. uvicorn's parser (0.54) stops after the head of such a request and takes its
     body for the other protocol; so here the same head, without the offer, goes through a new parser, with what follows it.
@@ -23,7 +26,13 @@ class HttpProtocol(HttpToolsProtocol):  # type: ignore[misc]
     parser: Any  # httptools' own, without types
 
     def _should_upgrade(self) -> bool:
-        return self.parser.get_method() == b"GET" and bool(super()._should_upgrade())  # a handshake is a GET (RFC 6455, section 4.1)
+        return self.parser.get_method() == b"GET" and bool(super()._should_upgrade()) and self._is_handshake_whole
+
+    @property
+    def _is_handshake_whole(self) -> bool:
+        """RFC 6455, section 4.1. uvicorn answers any other in plain text."""
+        named = dict(self.headers)
+        return named.get(b"sec-websocket-version") == b"13" and _WEBSOCKET_KEY.fullmatch(named.get(b"sec-websocket-key", b"")) is not None
 
     @property
     def _is_offer_passed_over(self) -> bool:
