@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 
+from cluster import app
 from cluster.app import build, graph
-from cluster.settings.config import read_config
+from cluster.settings.config import ClusterConfig, ConfigError, read_config
 from cluster.settings.latency_targets import LatencyTarget
 from cluster.settings.structured_output import StructuredOutputConfig
 
@@ -30,6 +32,25 @@ def test_build_refuses_wrong_args_in_one_line() -> None:
     with pytest.raises(RayServeException, match="did you mean 'models'") as error:
         build({"modls": []})
     assert "\n" not in str(error.value)
+
+
+def test_build_gives_up_before_it_changes_anything_when_a_model_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: ClusterConfig, environment: Mapping[str, str]) -> None:
+        raise ConfigError(f"args: models[0] ({config.models[0].name}): cannot be had")
+
+    monkeypatch.setattr(app, "prove", refuse)
+    monkeypatch.setattr(app, "has_room_for", lambda needs: pytest.fail("room was asked for"))
+    with pytest.raises(RayServeException, match=r"^args: models\[0\] \(a\): cannot be had$"):
+        build({"models": [{"name": "a"}]})
+
+
+@pytest.mark.parametrize(("has_room", "surge_percent"), [(True, 1), (False, 0)])
+def test_successors_start_first_where_there_is_room(monkeypatch: pytest.MonkeyPatch, has_room: bool, surge_percent: int) -> None:
+    monkeypatch.setattr(app, "prove", lambda config, environment: None)
+    monkeypatch.setattr(app, "has_room_for", lambda needs: has_room)
+    gateway = build({"models": [{"name": "a"}]})._bound_deployment
+    replica = gateway.init_args[2]["a"]["unified"]._bound_deployment
+    assert [each._deployment_config.max_surge_percent for each in (gateway, replica)] == [surge_percent] * 2
 
 
 def test_graph_binds_a_deployment_for_each_pool_of_a_model() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 import httpx2
@@ -52,5 +53,7 @@ def test_hub_that_never_answers_costs_the_timeout(monkeypatch: pytest.MonkeyPatc
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         monkeypatch.setattr(hub, "hf_hub_url", lambda model_id, name: f"http://127.0.0.1:{listener.getsockname()[1]}/{name}")
+        start_s = time.monotonic()
         with pytest.raises(ValueError, match="cannot be reached"):
             require_on_hub("org/m", timeout_s=0.1)
+        assert time.monotonic() - start_s < 5, "asked once; the hub's own default is 10 s a try"
