@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,51 @@ def test_documents_name_make_targets_that_exist() -> None:
     for document in DOCUMENTS:
         named = re.findall(r"(?:^|`)make ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE)
         assert set(named) <= targets, f"{document.name} names {set(named) - targets}"
+
+
+def test_every_metric_is_in_the_table() -> None:
+    """The table leaves out a beginning that the name before has."""
+    modules = [path for package in ("cluster", "router", "replicas", "kvcache") for path in (REPO / package).rglob("*.py")]
+    names = {name for module in modules for name in re.findall(r'"(manta_[a-z_]+)"', module.read_text(encoding="utf-8"))} - {
+        "manta_paged"
+    }  # of an attention backend
+    shown = set(re.findall(r"`(\w+)`", (REPO / "README.md").read_text(encoding="utf-8").partition("## Metrics")[2]))
+    missing = [name for name in names if name not in shown and not any(each.startswith("_") and name.endswith(each) for each in shown)]
+    assert len(names) > 50
+    assert missing == []
+
+
+def test_every_term_of_a_cost_is_explained() -> None:
+    from router.policies.replica_costs import _TERMS_IN_TIME
+
+    source = (REPO / "router/policies/plan_costs.py").read_text(encoding="utf-8")
+    terms = {*_TERMS_IN_TIME, *re.findall(r'terms\["(\w+)"\]', source), *re.findall(r'"(\w+)": \w+_s\b', source)}
+    assert {"crowding", "misplaced", "pending"} <= terms
+    rows = [line.split("|")[1] for line in (REPO / "router/README.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert terms - set(re.findall(r"`(\w+)`", "".join(rows))) == set()
+
+
+@pytest.mark.parametrize("document", [REPO / "README.md", REPO / "docs/operations.md"], ids=lambda path: path.name)
+def test_yaml_examples_are_valid_args(document: Path) -> None:
+    import yaml
+
+    from cluster.settings.config import read_config
+
+    for language, code in _FENCE.findall(document.read_text(encoding="utf-8")):
+        if language == "yaml":
+            read_config({"models": [{"name": "a"}], **yaml.safe_load(code)})
+
+
+def test_make_simulate_makes_the_trace_that_it_replays() -> None:
+    """A fresh clone has none."""
+    shown = subprocess.run(["make", "-n", "simulate", "PY=python"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    made, replayed = re.findall(r"--output (\S+)", shown), re.findall(r"--trace (\S+)", shown)
+    assert made == replayed == ["build/synthetic.jsonl"]
+
+
+def test_operations_names_the_files_that_the_launcher_writes() -> None:
+    sources = [(REPO / "cluster/local" / name).read_text(encoding="utf-8") for name in ("launcher.py", "ray_head.py")]
+    written = {name for source in sources for name in re.findall(r'"([a-z-]+\.log)"', source)}
+    assert len(written) == 2
+    operations = (REPO / "docs/operations.md").read_text(encoding="utf-8")
+    assert [name for name in written if f"`{name}`" not in operations and f"/{name}`" not in operations] == []
