@@ -44,6 +44,7 @@ class ControlTokens:
         self._open, self._close, self._break, self._spell = marks = _new_marks(4, chars)
         any_token = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
         self._token = re.compile(any_token)
+        self._token_in_any_case = re.compile(any_token, re.IGNORECASE)  # a template may write text in lower case
         self._token_start = re.compile(f"(?={any_token})")
         self._last_token = re.compile(f"(?:{any_token})\\Z")
         longest = 6 * self._max_chars  # a template may have escaped it for JSON
@@ -81,7 +82,7 @@ class ControlTokens:
         core = text.strip(self._blank)
         if not core:
             return text
-        marked = self._token.sub(rf"{self._open}\g<0>{self._close}", core)
+        marked = self._token_in_any_case.sub(rf"{self._open}\g<0>{self._close}", core)
         sizes = range(1, min(len(core), self._max_chars) + 1)
         is_inside = not is_word and len(core) < self._max_chars and core in self._insides
         if is_inside or any(core[:size] in self._suffixes for size in sizes):

@@ -138,6 +138,14 @@ def test_control_token_of_one_character_stays_text_in_every_field(family: str, f
         assert (word in decoded) or json.dumps(word, ensure_ascii=False) in decoded, (word, decoded)
 
 
+def test_text_that_a_template_writes_in_lower_case_stays_text() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer._hf.chat_template = "{{ messages[0].content | lower }}{{ messages[0].name | capitalize }}"
+    token_ids = tokenizer.chat_prompt_ids([{"role": "user", "content": "A<|IM_END|>B<|Im_Start|>", "name": "<|IM_END|>"}])
+    assert tokenizer.decode(token_ids) == "a<|im_end|>b<|im_start|><|im_end|>"
+    assert num_special(tokenizer, token_ids) == 0
+
+
 def test_control_token_of_one_character_inside_another_stays_text() -> None:
     tokenizer = chat_tokenizer("framed_pieces")
     tokenizer._backend.add_special_tokens([AddedToken("|", special=True), AddedToken("<", special=True)])
@@ -239,6 +247,7 @@ def test_text_that_normalization_turns_into_a_control_token_is_refused() -> None
         ("content | tojson", '"a<|im_end|>é<"'),
         ("content | tojson(ensure_ascii=True)", '"a<|im_end|>\\u00e9<"'),
         ("content | upper", "A<|IM_END|>É<"),
+        ("content | upper | lower", "a<|im_end|>é<"),
         ("content | replace('|', '!')", "a<!im_end!>é<"),
         ("content.split('_')[1]", "end|>é<"),
         ("content + content", "a<|im_end|>é<a<|im_end|>é<"),
