@@ -64,4 +64,6 @@ def deployed(local_ray: int, tiny_model_dir: Path) -> Deployed:
         "gateway": {"num_replicas": 2},
     }
     serve.run(build(args), name=APP, route_prefix="/")
-    return Deployed(port=local_ray, app=APP, model=MODEL)
+    made = Deployed(port=local_ray, app=APP, model=MODEL)
+    made.wait_healthy()
+    return made

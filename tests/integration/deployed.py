@@ -25,6 +25,16 @@ class Deployed:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}{self.prefix}"
 
+    def wait_healthy(self, timeout_s: float = 60) -> None:
+        """Returns when every gateway has loaded its tokenizer, as far as eight answers in a row tell: nobody chooses the gateway."""
+        deadline_s, num_well = time.monotonic() + timeout_s, 0
+        while num_well < 8:
+            health = httpx.get(f"{self.url}/health", timeout=10)
+            num_well = num_well + 1 if health.status_code == 200 else 0
+            assert time.monotonic() < deadline_s, health.text
+            if not num_well:
+                time.sleep(0.2)
+
     async def view(self) -> dict[str, Any]:
         """The router's view of the model."""
         async with httpx.AsyncClient() as http:

@@ -75,6 +75,17 @@ async def test_client_that_offers_http2_with_every_request_is_served_on_one_conn
     writer.close()
 
 
+async def test_websocket_is_refused_in_the_shape_of_the_api(http: httpx.AsyncClient, deployed: Deployed) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", deployed.port)
+    handshake = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
+    writer.write(f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{handshake}\r\n\r\n".encode())
+    status, headers, answer = await raw_answer(reader)
+    assert status == 403
+    check_schema("ErrorResponse", json.loads(answer))
+    assert headers["x-request-id"]
+    writer.close()
+
+
 async def test_what_is_no_request_is_a_400_in_the_shape_of_the_api(http: httpx.AsyncClient, deployed: Deployed) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", deployed.port)
     writer.write(b"what\r\n\r\n")
@@ -110,6 +121,9 @@ async def test_request_id_is_in_every_answer_once(http: httpx.AsyncClient) -> No
     made = await http.post("/v1/completions", json=completion(n=0))
     assert given.headers.get_list("x-request-id") == ["mine"]
     assert len(made.headers.get_list("x-request-id")) == 1
+    unsafe = await http.post("/v1/completions", json=completion(), headers={"x-request-id": "<script>"})
+    (replaced,) = unsafe.headers.get_list("x-request-id")
+    assert replaced.startswith("req-")
 
 
 @pytest.mark.parametrize("num_bytes", [100, 300_000])
