@@ -58,6 +58,20 @@ def test_valid_instances_pass_and_invalid_ones_do_not(row: dict[str, Any], compi
         assert not passes(compiler, backend, spec, instance), instance
 
 
+def test_multiple_of_is_exact_where_binary_fractions_are_not(compiler: LLGuidanceCompiler, default_model_dir: Path) -> None:
+    """As decimals, 19.99 is 1,999 times 0.01. Divided as floats, as jsonschema does, it is not; prices must not depend on that."""
+    backend = default_backend(default_model_dir)
+    for factor, multiples, others in (
+        (0.01, (0, 0.01, 0.29, 19.99, 1.5, -0.07, 250), (0.001, 0.295, 19.999)),
+        (0.1, (0.3, 0.7, 1.1, 12, -2.3), (0.35, 0.01)),
+        (0.0001, (0.0075,), (0.00751,)),  # of JSON-Schema-Test-Suite
+    ):
+        spec = spec_of({"type": "number", "multipleOf": factor})
+        assert [each for each in multiples if not passes(compiler, backend, spec, each)] == []
+        assert [each for each in others if passes(compiler, backend, spec, each)] == []
+    assert not jsonschema.Draft202012Validator({"multipleOf": 0.01}).is_valid(19.99)
+
+
 @needs_public(MASKBENCH)
 @pytest.mark.slow
 def test_schemas_of_maskbench_let_every_valid_instance_through_and_no_invalid_one(
