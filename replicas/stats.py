@@ -74,6 +74,8 @@ class GrammarStats:
     """Masks computed beside the model; those behind drafts are not counted."""
     mask_s: float = 0.0
     """Seconds of one thread for these masks."""
+    num_late_masks: int = 0
+    """Masks that took so long that their token was drawn after a later step."""
     num_forced_tokens: int = 0
     """Generated tokens that a grammar left no choice for, appended without a draw."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from replicas.request import TokenLogprob
 from replicas.sampling.masked_draw import BAD_LOGITS
 from replicas.sampling.sampler import Sampler
+from replicas.sampling.sampling_state import LogitsMask
+from replicas.scheduling.request_state import RequestState
 from replicas.scheduling.step_plan import ScheduledChunk, StepPlan
 
 
@@ -23,6 +25,9 @@ class DrawnTokens:
     """One per token, or empty if not requested."""
     errors: dict[int, str] = field(default_factory=dict)
     """index among these chunks -> why no token could be drawn."""
+    late: list[RequestState] = field(default_factory=list)
+    """Requests whose masks are late: no token was drawn. `late_rows` are the rows from which they are drawn later."""
+    late_rows: list[int] = field(default_factory=list)
 
 
 class ChunkSampler:
@@ -37,8 +42,9 @@ class ChunkSampler:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def sample(self, plan: StepPlan, logits_NV: torch.Tensor) -> DrawnTokens:
-        """`logits_NV` has the rows of all chunks' `logits` positions, in order. Raises torch's errors."""
+    def sample(self, plan: StepPlan, logits_NV: torch.Tensor, late: Collection[LogitsMask] = ()) -> DrawnTokens:
+        """`logits_NV` has the rows of all chunks' `logits` positions, in order; requests with a mask in `late` get no token. Raises
+        torch's errors."""
         chunks: list[ScheduledChunk] = []
         first_rows: list[int] = []
         row = 0
@@ -50,10 +56,31 @@ class ChunkSampler:
                 chunks.append(chunk)
                 first_rows.append(row + num_scored)
             row += len(chunk.logits)
-        drawn = self._draw_first(chunks, first_rows, logits_NV)
+        drawn = self._draw_ready(chunks, first_rows, logits_NV, late) if late else self._draw_all(chunks, first_rows, logits_NV)
         for index, chunk in enumerate(chunks):
             if chunk.state.prompt_logprobs and any(math.isnan(token.logprob) for token in chunk.state.prompt_logprobs):
                 drawn.errors[index] = BAD_LOGITS
+        return drawn
+
+    def _draw_ready(
+        self, chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], logits_NV: torch.Tensor, late: Collection[LogitsMask]
+    ) -> DrawnTokens:
+        is_late = [chunk.state.sampling.mask in late for chunk in chunks]
+        ready = [index for index, waits in enumerate(is_late) if not waits]
+        found = self._draw_all([chunks[index] for index in ready], [first_rows[index] for index in ready], logits_NV)
+        drawn = DrawnTokens(
+            token_ids=[[] for _ in chunks],
+            logprobs=[[] for _ in chunks],
+            errors={ready[place]: error for place, error in found.errors.items()},
+            late=[chunk.state for chunk, waits in zip(chunks, is_late, strict=True) if waits],
+            late_rows=[row for row, waits in zip(first_rows, is_late, strict=True) if waits],
+        )
+        for place, index in enumerate(ready):
+            drawn.token_ids[index], drawn.logprobs[index] = found.token_ids[place], found.logprobs[place]
+        return drawn
+
+    def _draw_all(self, chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], logits_NV: torch.Tensor) -> DrawnTokens:
+        drawn = self._draw_first(chunks, first_rows, logits_NV)
         if any(chunk.draft_ids for chunk in chunks):
             self._verify(chunks, first_rows, logits_NV, drawn)
         return drawn

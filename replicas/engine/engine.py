@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from replicas.attention.step_tensors import StepTensors
 from replicas.engine.chunk_sampler import ChunkSampler, DrawnTokens
 from replicas.engine.grammar_requests import GrammarRequests
+from replicas.engine.late_draws import LateDraws
 from replicas.engine.mask_filler import MaskFiller
 from replicas.engine.step_statistics import StepStatistics
 from replicas.grammar.compiler import GrammarStatistics
@@ -29,6 +30,7 @@ from replicas.request import (
 from replicas.sampling.grammar_mask import GrammarMask
 from replicas.sampling.sampler import Sampler
 from replicas.scheduling.new_tokens import Ending, failure
+from replicas.scheduling.request_state import RequestState
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.step_plan import StepPlan
 from replicas.scheduling.tier_loads import tier_loads
@@ -71,7 +73,8 @@ class Engine:
         self._speculator = speculator
         self._chunk_sampler = ChunkSampler(sampler)
         self._grammars = grammars
-        self._masks = MaskFiller()
+        self._masks = MaskFiller(None if grammars is None else grammars.wake)
+        self._late_draws = LateDraws(sampler, self._masks.is_ready)
         self._clock = clock
         self._statistics = StepStatistics(scheduler.config.max_urgent_share)
         self._num_failed_steps = 0  # in a row
@@ -125,7 +128,7 @@ class Engine:
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise RuntimeError(f"the last {self._num_failed_steps} steps failed; the log has the reasons")
         start_s = self._clock()
-        loaded = self.handoffs.collect() + self._take_compiled()
+        loaded = self.handoffs.collect() + self._take_compiled() + self._draw_late()
         plan = self.scheduler.schedule(start_s)
         self.handoffs.reserve()
         if self._speculator is not None and plan.chunks:
@@ -144,12 +147,24 @@ class Engine:
 
     def _take_compiled(self) -> list[RequestProgress]:
         """Accepts requests whose grammar is ready; returns the endings of those that were refused or cancelled before."""
-        if self._grammars is None or not self._grammars.has_work:
+        if self._grammars is None or not (self._grammars.has_work or self._late_draws.has_work):
             return []
         ready, ended = self._grammars.collect()
         for request, mask in ready:
             self._accept(request, mask)
         return ended
+
+    def _draw_late(self) -> list[RequestProgress]:
+        """Draws the tokens whose masks were not ready in their step, and are now."""
+        if not self._late_draws.has_work:
+            return []
+        states, drawn = self._late_draws.draw()
+        progress = [
+            self.scheduler.take_late(state, token_ids, drawn.errors.get(index))
+            for index, (state, token_ids) in enumerate(zip(states, drawn.token_ids, strict=True))
+        ]
+        self.handoffs.note_progress(progress)
+        return _with_logprobs(states, drawn, progress)
 
     def _compute(self, plan: StepPlan, loaded: list[RequestProgress], start_s: float) -> StepOutput:
         """Run, sample, update."""
@@ -160,8 +175,9 @@ class Engine:
             try:
                 result = self._runner.forward(StepTensors.of(plan, self.description.block_size))
             finally:
-                self._masks.wait()
-            drawn = self._chunk_sampler.sample(plan, result.logits_NV)
+                late = self._masks.wait()
+            drawn = self._chunk_sampler.sample(plan, result.logits_NV, late)
+            self._late_draws.put_off(drawn.late, drawn.late_rows, result.logits_NV)
         except (RuntimeError, MemoryError) as error:  # what torch raises for a failed kernel or no memory
             logger.exception("a step of %d requests failed", len(plan.chunks))
             progress = self.scheduler.fail_step(plan, f"the engine step failed: {error}")
@@ -173,7 +189,8 @@ class Engine:
             self._num_failed_steps = 0
             is_graphed = result.is_graphed
             offers = self.handoffs.note_step(plan)
-            progress = _with_logprobs(plan, drawn, self.scheduler.update(plan, drawn.token_ids, drawn.errors))
+            states = [chunk.state for chunk in plan.chunks if chunk.samples]
+            progress = _with_logprobs(states, drawn, self.scheduler.update(plan, drawn.token_ids, drawn.errors))
             if self._speculator is not None:
                 progress = self._speculator.observe(plan, progress, result.hidden_LKW)
         self.handoffs.note_progress(progress)
@@ -194,8 +211,9 @@ class Engine:
         """Nothing to compute: reports what ended, or waits a little for transfers."""
         progress = self.scheduler.take_ended()
         if may_wait and not (progress or loaded):
-            if self._grammars is not None and self._grammars.has_work and not self.handoffs.has_work:
-                self._grammars.wait()
+            grammars = self._grammars
+            if grammars is not None and (grammars.has_work or self._late_draws.has_work) and not self.handoffs.has_work:
+                grammars.wait()
             self.handoffs.wait()
         return StepOutput(progress=_merged(loaded, progress), num_preemptions=plan.num_preemptions)
 
@@ -241,6 +259,7 @@ class Engine:
             num_refused=counted.num_refused,
             num_masks=self._masks.num_masks,
             mask_s=self._masks.mask_s,
+            num_late_masks=self._masks.num_late,
             num_forced_tokens=self.scheduler.num_forced_tokens,
         )
 
@@ -272,9 +291,8 @@ class Engine:
             self._leader.check()
 
 
-def _with_logprobs(plan: StepPlan, drawn: DrawnTokens, progress: list[RequestProgress]) -> list[RequestProgress]:
-    """The progress of a step's requests, with the log-probabilities that they requested."""
-    states = [chunk.state for chunk in plan.chunks if chunk.samples]
+def _with_logprobs(states: Sequence[RequestState], drawn: DrawnTokens, progress: list[RequestProgress]) -> list[RequestProgress]:
+    """The progress of requests, `states` among them, with the log-probabilities that they requested and that were drawn for them."""
     logprobs = {state.key: found for state, found in zip(states, drawn.logprobs, strict=True) if found}
     scored = {state.key: state for state in states if state.prompt_logprobs is not None}
     if not logprobs and not scored:

@@ -58,6 +58,7 @@ COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStats], float]]] = {
     "manta_grammar_refusals": ("Grammars that the engine could not compile", lambda stats: stats.grammars.num_refused),
     "manta_grammar_masks": ("Logit masks computed beside the model", lambda stats: stats.grammars.num_masks),
     "manta_grammar_mask_seconds": ("Seconds of one thread for these masks", lambda stats: stats.grammars.mask_s),
+    "manta_grammar_late_masks": ("Masks too slow for their step, whose token came later", lambda stats: stats.grammars.num_late_masks),
     "manta_grammar_forced_tokens": ("Generated tokens that a grammar forced", lambda stats: stats.grammars.num_forced_tokens),
     "manta_kv_transfer_overlap_seconds": ("Seconds of KV transfer before the prefill ended", lambda stats: stats.handoffs.overlap_s),
 }

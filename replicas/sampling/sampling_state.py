@@ -23,6 +23,9 @@ Words = npt.NDArray[np.int32]
 class LogitsMask(Protocol):
     """Which tokens may come next (a grammar). It advances with each token of the request, and can be rolled back."""
 
+    is_slow: bool
+    """Set once it took so long that a step did not wait for it. No later step does."""
+
     @property
     def must_end(self) -> bool:
         """Whether the text is complete, so that no token can follow."""

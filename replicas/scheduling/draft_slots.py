@@ -22,7 +22,8 @@ class DraftSlots:
         self._max_num_tokens = max_num_tokens
 
     def rooms(self, plan: StepPlan) -> list[int]:
-        """Of each chunk: the most drafts that its request's length allows. 0 for prompts and for a request that ends with its next token.
+        """Of each chunk: the most drafts that its request's length allows. 0 for prompts, for a request that ends with its next token, and
+        for one with slow masks, since those behind drafts hold up the step.
         Budget and blocks are shared by all and come on top."""
         return [_room(chunk) for chunk in plan.chunks]
 
@@ -57,5 +58,7 @@ class DraftSlots:
 def _room(chunk: ScheduledChunk) -> int:
     state = chunk.state
     if chunk.is_prefill or not chunk.samples or state.request.wants_handoff:
+        return 0
+    if state.sampling.mask is not None and state.sampling.mask.is_slow:
         return 0
     return max(0, state.max_num_tokens - len(state.token_ids) - 1)

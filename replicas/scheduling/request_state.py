@@ -26,7 +26,7 @@ class RequestState:
     """
 
     __slots__ = (
-        "arrival_number", "awaits_load", "block_ids", "chain", "decodes_from", "is_loading", "key", "max_num_tokens",
+        "arrival_number", "awaits_draw", "awaits_load", "block_ids", "chain", "decodes_from", "is_loading", "key", "max_num_tokens",
         "num_cached_tokens", "num_computed_tokens", "num_forced_tokens", "num_preemptions", "num_scored", "num_to_score",
         "prompt_logprobs", "request", "sampling", "status", "stop_token_ids", "token_ids",
     )  # fmt: skip
@@ -61,6 +61,7 @@ class RequestState:
         self.status = RequestStatus.WAITING
         self.awaits_load = False  # waits for blocks that another replica's KV will fill
         self.is_loading = False  # runs, but its KV is still in transfer: nothing to compute
+        self.awaits_draw = False  # all its tokens are computed; the next one is drawn once its mask is ready
         self.decodes_from = 0  # number of computed tokens from which the request decodes
         self.begin_catching_up()
 
@@ -73,9 +74,14 @@ class RequestState:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def is_held(self) -> bool:
+        """Whether the request runs, but has nothing to compute now."""
+        return self.is_loading or self.awaits_draw
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the request has caught up, however many new tokens (drawn or forced) are uncomputed."""
-        return self.num_computed_tokens >= self.decodes_from and not self.is_loading
+        return self.num_computed_tokens >= self.decodes_from and not self.is_held
 
     @property
     def urgency(self) -> tuple[int, int]:

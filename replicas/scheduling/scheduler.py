@@ -143,7 +143,7 @@ class Scheduler:
         for num_after, state in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):  # each later one gets at least a token
             budget -= self._schedule_chunk(state, budget - num_after, chunks, published)
         streaming = [chunk for chunk in chunks if chunk.state.num_output_tokens]  # before its first token a stream has no gap
-        catching_up = [state for state in catching_up if state.status is RequestStatus.RUNNING and not state.is_loading]
+        catching_up = [state for state in catching_up if state.status is RequestStatus.RUNNING and not state.is_held]
         prompts = PromptBudget(budget, self.config.max_num_mixed_tokens, self.pool.block_size, streaming, catching_up, paused)
         for state in catching_up:
             if num_left := prompts.left_for(state):
@@ -159,8 +159,8 @@ class Scheduler:
         return StepPlan(chunks=tuple(chunks), published=tuple(published), num_preemptions=num_preemptions, num_paused=len(paused))
 
     def update(self, plan: StepPlan, token_ids: Sequence[Sequence[int]], errors: Mapping[int, str] | None = None) -> list[RequestProgress]:
-        """Takes the result of a step: `token_ids[i]` are the new tokens, at least one, of the i-th chunk that samples. Drafts equal to
-        them are accepted and count as computed; the other drafts do not, so their KV is overwritten later.
+        """Takes the result of a step: `token_ids[i]` are the new tokens of the i-th chunk that samples. Drafts equal to them are accepted
+        and count as computed; the other drafts do not, so their KV is overwritten later. No new tokens: the draw comes later (`take_late`).
 
         `errors` maps such an index i to the reason why its request fails. Returns the progress of every request that got
         tokens or ended, cancelled ones included.
@@ -175,12 +175,20 @@ class Scheduler:
                 continue
             index, new_ids = next(samples)
             if errors and index in errors:
-                self.pool.forget(state.block_ids)  # its KV may be the cause
-                self._end(state)
-                progress.append(self._progress(state, failure(state, errors[index])))
-            else:
+                progress.append(self._fail(state, errors[index]))
+            elif new_ids:
                 progress.append(self._append(state, new_ids, chunk.draft_ids))
+            else:
+                state.awaits_draw = True
+                state.num_computed_tokens = len(state.token_ids)
+                self._tables.trim(state)
         return progress
+
+    def take_late(self, state: RequestState, new_ids: Sequence[int], error: str | None = None) -> RequestProgress:
+        """Takes the token of a request that `awaits_draw`, between two steps, or the reason why it fails."""
+        assert state.awaits_draw, "the request does not wait for a draw"
+        state.awaits_draw = False
+        return self._append(state, new_ids) if error is None else self._fail(state, error)
 
     def fail_step(self, plan: StepPlan, error: str) -> list[RequestProgress]:
         """Fails the requests of a step that raised an error, and forgets the blocks that its plan published."""
@@ -298,6 +306,11 @@ class Scheduler:
         self._tables.publish(state, num_known, state.num_computed_tokens)
         self._tables.trim(state)
 
+    def _fail(self, state: RequestState, error: str) -> RequestProgress:
+        self.pool.forget(state.block_ids)  # its KV may be the cause
+        self._end(state)
+        return self._progress(state, failure(state, error))
+
     def _preempt(self, state: RequestState) -> None:
         """Takes all blocks of a running request; later it is recomputed from what is still cached."""
         self._release_blocks(state)
@@ -316,6 +329,7 @@ class Scheduler:
 
     def _release_blocks(self, state: RequestState) -> None:
         state.is_loading = False  # KV still in transfer is dropped on arrival
+        state.awaits_draw = False  # its last token is computed again
         self._tables.release(state)
 
     @staticmethod

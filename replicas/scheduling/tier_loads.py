@@ -18,7 +18,7 @@ def tier_loads(running: Iterable[RequestState], waiting: Iterable[RequestState])
         load = loads.setdefault(state.request.priority, [0, 0, 0, 0])
         load[0] += 1
         load[3] += state.num_computed_tokens
-        if not (state.is_decoding or state.is_loading):
+        if not (state.is_decoding or state.is_held):
             load[2] += state.num_uncomputed_tokens
     for state in waiting:
         load = loads.setdefault(state.request.priority, [0, 0, 0, 0])

@@ -30,7 +30,7 @@ class UrgentPauses:
         share = self._config.max_urgent_share
         if share == 0 or not running or running[0].request.priority == running[-1].request.priority:
             return ()
-        prompts = [state for state in running if not (state.is_decoding or state.is_loading)]
+        prompts = [state for state in running if not (state.is_decoding or state.is_held)]
         if not prompts:
             return ()
         most_urgent = prompts[0].request.priority

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ class FakeMask:
     """A LogitsMask that allows what the function of the tokens so far says, and records these."""
 
     must_end = False
+    is_slow = False
     error: str | None = None
 
     def __init__(self, allowed: Callable[[Sequence[int]], Iterable[int]], vocab_size: int) -> None:
@@ -126,3 +128,68 @@ class HandCompiler:
 
 def grammar(name: str) -> GrammarSpec:
     return GrammarSpec(kind=GrammarKind.LARK, text=name)
+
+
+class Gate:
+    """Holds up threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+        self.num_opened = 0
+        self._opened = threading.Semaphore(0)
+
+    def go_through(self) -> None:
+        with self._lock:
+            self._num_waiting += 1
+        assert self._opened.acquire(timeout=30), "the gate stayed closed"
+
+    def let_one_through(self) -> None:
+        """If one waits; nobody who comes later profits from it."""
+        with self._lock:
+            if self._num_waiting:
+                self._num_waiting -= 1
+                self.num_opened += 1
+                self._opened.release()
+
+
+class GatedMatcher(AutomatonMatcher):
+    """An AutomatonMatcher whose masks after the first `num_quick` tokens take until `gate` lets one through, each in turn; with
+    `is_slow_to_force` the search of forced tokens instead."""
+
+    def __init__(
+        self,
+        automaton: Automaton,
+        finals: frozenset[int],
+        eos: int,
+        gate: Gate,
+        *,
+        num_quick: int = 0,
+        forces: bool = True,
+        is_slow_to_force: bool = False,
+    ) -> None:
+        super().__init__(automaton, finals, eos, forces=forces)
+        self._gate, self._num_quick, self._is_slow_to_force = gate, num_quick, is_slow_to_force
+        self._user = threading.Lock()
+
+    def fill(self, row: npt.NDArray[np.int32]) -> None:
+        with self._used(is_slow=not self._is_slow_to_force):
+            super().fill(row)
+
+    def forced_tokens(self) -> list[int]:
+        with self._used(is_slow=self._is_slow_to_force):
+            return super().forced_tokens()
+
+    def accept(self, token_id: int) -> bool:
+        with self._used(is_slow=False):
+            return super().accept(token_id)
+
+    @contextmanager
+    def _used(self, *, is_slow: bool) -> Iterator[None]:
+        assert self._user.acquire(blocking=False), "two threads use the matcher"
+        try:
+            if is_slow and self.num_tokens >= self._num_quick:
+                self._gate.go_through()
+            yield
+        finally:
+            self._user.release()
