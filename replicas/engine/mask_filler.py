@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from replicas.sampling.grammar_mask import LATE_AFTER_S
+from replicas.sampling.grammar_mask import SLOW_S
 from replicas.sampling.sampling_state import LogitsMask
 from replicas.scheduling.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
-SLOW_S = LATE_AFTER_S
-"""Processor time of a mask that makes its request slow."""
+LATE_AFTER_S = 0.02
+"""How long a step whose model has run waits for masks."""
 NUM_THREADS = 4
 """One for the masks of a step, and others for those that are late."""
 

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, wait
-from typing import NamedTuple
 
 import numpy as np
 
 from replicas.grammar.matcher import GrammarMatcher
 from replicas.sampling.sampling_state import Words
 
-LATE_AFTER_S = 0.02
-"""How long a step waits for a mask once its model has run, and for what a grammar forces. Both take some tens of microseconds; in a grammar
-made to be slow, up to tenths of a second."""
-
-
-class _Forced(NamedTuple):
-    token_ids: list[int]
-    seconds: float
-    """Of the processor, to find them."""
+SLOW_S = 0.02
+"""Processor time of a mask, or of a search for forced tokens, that makes a request slow. Both usually take some tens of microseconds."""
 
 
 class GrammarMask:
@@ -31,20 +22,20 @@ class GrammarMask:
         matcher: GrammarMatcher,
         vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
-        helper: Executor | None = None,
+        *,
+        forces: bool = True,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`matcher` has not seen any token; `vocab_size` is the number of logits in a row. Forced tokens are looked for by `helper`, if
-        there is one, so that a step waits for them no longer than LATE_AFTER_S."""
+        """`matcher` has not seen any token; `vocab_size` is the number of logits in a row. Without `forces` no forced tokens are looked
+        for: they are drawn, since their masks leave no other token. `clock` counts processor time of the calling thread."""
         self.is_slow = False
+        self._forces = forces
+        self._clock = clock
         self._matcher = matcher
         self._words: Words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
         self._has_words = False  # whether they are those of the current position
         self._eos_token_ids = eos_token_ids
         self._num_eos = 0  # at the end of the text
-        self._helper = helper
-        self._clock = clock
-        self._search: Future[_Forced] | None = None  # of forced tokens, not waited for; until it ends nobody may use the matcher
 
     @property
     def must_end(self) -> bool:
@@ -68,28 +59,14 @@ class GrammarMask:
 
     def words(self) -> Words:
         if not self._has_words:
-            if self._search is not None:
-                self.is_slow = self._search.result().seconds > LATE_AFTER_S  # or else the thread had to wait for a core
-                self._search = None
             self._matcher.fill(self._words)
             self._has_words = True
         return self._words
 
     def forced_tokens(self) -> Sequence[int]:
-        """Empty once `is_slow`: then they are drawn, one by one, since their masks leave no other token."""
-        if self.is_slow or self.must_end or self.error is not None:
+        if not self._forces or self.is_slow or self.must_end or self.error is not None:
             return ()
-        if self._helper is None:
-            found = self._find_forced()
-            self.is_slow = found.seconds > LATE_AFTER_S
-            return found.token_ids
-        search = self._helper.submit(self._find_forced)
-        wait([search], LATE_AFTER_S)
-        if search.done():
-            return search.result().token_ids
-        self.is_slow, self._search = True, search
-        return ()
-
-    def _find_forced(self) -> _Forced:
         start_s = self._clock()
-        return _Forced(self._matcher.forced_tokens(), self._clock() - start_s)
+        found = self._matcher.forced_tokens()
+        self.is_slow = self._clock() - start_s >= SLOW_S
+        return found

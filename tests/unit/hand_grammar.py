@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -136,7 +135,6 @@ class Gate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_waiting = 0
-        self.num_opened = 0
         self._opened = threading.Semaphore(0)
 
     def go_through(self) -> None:
@@ -149,47 +147,21 @@ class Gate:
         with self._lock:
             if self._num_waiting:
                 self._num_waiting -= 1
-                self.num_opened += 1
                 self._opened.release()
 
 
 class GatedMatcher(AutomatonMatcher):
-    """An AutomatonMatcher whose masks after the first `num_quick` tokens take until `gate` lets one through, each in turn; with
-    `is_slow_to_force` the search of forced tokens instead."""
+    """An AutomatonMatcher whose masks after the first `num_quick` tokens take until `gate` lets one through, each in turn."""
 
     def __init__(
-        self,
-        automaton: Automaton,
-        finals: frozenset[int],
-        eos: int,
-        gate: Gate,
-        *,
-        num_quick: int = 0,
-        forces: bool = True,
-        is_slow_to_force: bool = False,
+        self, automaton: Automaton, finals: frozenset[int], eos: int, gate: Gate, *, num_quick: int = 0, forces: bool = True
     ) -> None:
         super().__init__(automaton, finals, eos, forces=forces)
-        self._gate, self._num_quick, self._is_slow_to_force = gate, num_quick, is_slow_to_force
-        self._user = threading.Lock()
+        self._gate, self._num_quick = gate, num_quick
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
-        with self._used(is_slow=not self._is_slow_to_force):
-            super().fill(row)
-
-    def forced_tokens(self) -> list[int]:
-        with self._used(is_slow=self._is_slow_to_force):
-            return super().forced_tokens()
-
-    def accept(self, token_id: int) -> bool:
-        with self._used(is_slow=False):
-            return super().accept(token_id)
-
-    @contextmanager
-    def _used(self, *, is_slow: bool) -> Iterator[None]:
-        assert self._user.acquire(blocking=False), "two threads use the matcher"
-        try:
-            if is_slow and self.num_tokens >= self._num_quick:
-                self._gate.go_through()
-            yield
-        finally:
-            self._user.release()
+        states = list(self._states)
+        if self.num_tokens >= self._num_quick:
+            self._gate.go_through()
+        assert self._states == states, "the matcher was used while its mask was computed"
+        super().fill(row)

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
 import replicas.engine.mask_filler as mask_filler
-import replicas.sampling.grammar_mask as grammar_mask
 from replicas.engine.engine import Engine
-from replicas.engine.grammar_requests import LARGE_CHARS
+from replicas.engine.grammar_requests import MAX_FORCED_CHARS
 from replicas.request import FinishReason, GenerationRequest, RequestProgress
+from replicas.sampling.grammar_mask import GrammarMask
 from replicas.scheduling.request_state import RequestState
 from tests.engine_harness import Generated
 from tests.unit.hand_grammar import AutomatonMatcher, Gate, GatedMatcher, HandCompiler, grammar
 from tests.unit.table_runner import VOCAB_SIZE
-from tests.unit.test_replicas_engine_grammars import EOS, NUMBERS, SETTINGS, engine_with, numbers, params_for, reference, request, results
+from tests.unit.test_replicas_engine_grammars import (
+    EOS,
+    KEY,
+    NUMBERS,
+    OPEN,
+    SEPARATOR,
+    SETTINGS,
+    engine_with,
+    numbers,
+    params_for,
+    reference,
+    request,
+    results,
+)
 
-LARGE = "gated".ljust(LARGE_CHARS)
-"""A grammar whose forced tokens are slow to find."""
+LONG = "numbers".ljust(MAX_FORCED_CHARS + 1)
 
 
 class Gates:
@@ -31,12 +42,10 @@ class Gates:
         self.gate = Gate()
 
     def compiler(self, *, num_quick: int = 0, forces: bool = True) -> HandCompiler:
-        def gated(*, is_slow_to_force: bool = False) -> AutomatonMatcher:
-            return GatedMatcher(
-                NUMBERS, frozenset({5, 6}), EOS, self.gate, num_quick=num_quick, forces=forces, is_slow_to_force=is_slow_to_force
-            )
+        def gated() -> AutomatonMatcher:
+            return GatedMatcher(NUMBERS, frozenset({5, 6}), EOS, self.gate, num_quick=num_quick, forces=forces)
 
-        return HandCompiler({"numbers": numbers, "gated": gated, LARGE: partial(gated, is_slow_to_force=True)})
+        return HandCompiler({"numbers": numbers, "gated": gated, LONG: numbers})
 
     def run(self, engine: Engine, requests: Sequence[GenerationRequest]) -> list[Generated]:
         """Each step finds masks late, and only then lets one of them through."""
@@ -62,7 +71,6 @@ class Gates:
 def gates(monkeypatch: pytest.MonkeyPatch) -> Gates:
     monkeypatch.setattr(mask_filler, "LATE_AFTER_S", 0.001)
     monkeypatch.setattr(mask_filler, "SLOW_S", 0.0)  # a gate takes no time of the processor
-    monkeypatch.setattr(grammar_mask, "LATE_AFTER_S", 0.001)
     return Gates()
 
 
@@ -76,9 +84,9 @@ def expected_of(requests: Sequence[GenerationRequest]) -> list[Generated]:
     return [reference(replace(one, params=params)) for one, params in zip(requests, quick, strict=True)]
 
 
-@pytest.mark.parametrize(("spec", "num_quick"), [("gated", 0), ("gated", 4), (LARGE, 0), (LARGE, 4)])
-def test_slow_grammar_holds_up_neither_free_requests_nor_other_grammars(gates: Gates, spec: str, num_quick: int) -> None:
-    slow, quick, free = (asked_with("greedy", each, number) for number, each in enumerate((spec, "numbers", None)))
+@pytest.mark.parametrize("num_quick", [0, 4])
+def test_slow_mask_holds_up_neither_free_requests_nor_other_grammars(gates: Gates, num_quick: int) -> None:
+    slow, quick, free = (asked_with("greedy", spec, number) for number, spec in enumerate(("gated", "numbers", None)))
     expected = expected_of([slow, quick, free])
     with engine_with(gates.compiler(num_quick=num_quick)) as (engine, _):
         for one in (slow, quick, free):
@@ -94,9 +102,7 @@ def test_slow_grammar_holds_up_neither_free_requests_nor_other_grammars(gates: G
             engine.step()
         assert {item.key for item in ended} == {quick.key, free.key}
         assert [tokens[one.request_id] for one in (quick, free)] == [result.token_ids for result in expected[1:]]
-        found = tokens[slow.request_id]
-        assert found == expected[0].token_ids[: len(found)]
-        assert len(found) == (num_quick if spec == "gated" else max(1, num_quick))
+        assert tokens[slow.request_id] == expected[0].token_ids[:num_quick]
         while engine.has_work:
             gates.gate.let_one_through()
             for item in engine.step().progress:
@@ -104,13 +110,13 @@ def test_slow_grammar_holds_up_neither_free_requests_nor_other_grammars(gates: G
         assert tokens[slow.request_id] == expected[0].token_ids
 
 
-@pytest.mark.parametrize(("spec", "forces"), [("gated", True), ("gated", False), (LARGE, True)], ids=["forced", "none forced", "large"])
+@pytest.mark.parametrize("forces", [True, False])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_token_drawn_late_is_the_one_that_its_step_would_have_drawn(gates: Gates, name: str, spec: str, forces: bool) -> None:
-    requests = [asked_with(name, each, number) for number, each in enumerate((spec, None, spec, "numbers"))]
+def test_token_drawn_late_is_the_one_that_its_step_would_have_drawn(gates: Gates, name: str, forces: bool) -> None:
+    requests = [asked_with(name, spec, number) for number, spec in enumerate(("gated", None, "gated", "numbers"))]
     with engine_with(gates.compiler(forces=forces)) as (engine, _):
         assert gates.run(engine, requests) == expected_of(requests)
-        assert gates.gate.num_opened > 0
+        assert engine.stats().grammars.num_late_masks > 0
 
 
 def test_preempted_request_draws_its_late_token_once(gates: Gates) -> None:
@@ -165,3 +171,23 @@ def test_request_cancelled_before_its_mask_is_ready_frees_its_blocks_at_once(gat
         again = replace(slow, attempt=1)
         gates.gate.let_one_through()
         assert gates.run(engine, [again]) == expected_of([again])
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled", "cut in what is forced"])
+def test_forced_tokens_of_a_long_grammar_are_drawn(gates: Gates, name: str) -> None:
+    requests = [asked_with(name, spec, number) for number, spec in enumerate((LONG, "numbers"))]
+    with engine_with(gates.compiler()) as (engine, _):
+        (found,) = results(engine, requests[:1])
+        assert engine.stats().grammars.num_forced_tokens == 0
+        assert [found, *results(engine, requests[1:])] == expected_of(requests)
+        assert engine.stats().grammars.num_forced_tokens > 0
+
+
+def test_search_for_forced_tokens_that_takes_long_is_the_last_one() -> None:
+    """By a clock that says how long: at the second reading, and not at the first."""
+    times_s = iter([0.0, 0.019, 1.0, 1.02])
+    mask = GrammarMask(numbers(), VOCAB_SIZE, frozenset({EOS}), clock=lambda: next(times_s))
+    mask.advance(OPEN)
+    assert (list(mask.forced_tokens()), mask.is_slow) == ([KEY, SEPARATOR], False)
+    assert (list(mask.forced_tokens()), mask.is_slow) == ([KEY, SEPARATOR], True)
+    assert list(mask.forced_tokens()) == []
