@@ -43,6 +43,11 @@ def _many(num: int, part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{place}": part for place in range(num)}}
 
 
+def _behind_a_choice(schema: Any) -> dict[str, Any]:
+    """Nothing of `schema` shows before an answer chooses it."""
+    return {"anyOf": [{"const": "one"}, {"type": "array", "prefixItems": [{"const": "x"}, schema], "minItems": 2}]}
+
+
 _ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
 _TERMINALS = " & ".join(f"/.*a{place}.{{9}}b.*/" for place in range(40))
 _CHOICES = [f"choice {place}" for place in range(9_000)]
@@ -61,10 +66,12 @@ BOMBS: dict[str, GrammarSpec] = {
     "repetition at the limit": _spec(GrammarKind.REGEX, "(a{100}b?){100}"),
     "nested repetition in a pattern": _schema({"type": "string", "pattern": "^(a{1000}){1000}$"}),
     "repetition of classes": _spec(GrammarKind.REGEX, r"(\pL{1,90}\pN?){1,90}"),
+    "classes behind a choice": _spec(GrammarKind.REGEX, r"n[a-y]*|q(\pL{1,90}\pN?){1,90}"),
     "ambiguous repetition": _spec(GrammarKind.REGEX, "(x+x+)+y" * 500),
     "enum": _schema({"enum": _CHOICES}),
     "enum beyond the size": _schema({"enum": [f"choice {place}" for place in range(10**5)]}),
     "optional properties": _schema(_many(2_000, {"type": "string"})),
+    "optional properties behind a choice": _schema(_behind_a_choice(_many(2_000, {}))),
     "nesting": _schema('{"items":' * 2_000 + "{}" + "}" * 2_000),
     "deep nesting": _schema('{"items":' * 12_000 + "{}" + "}" * 12_000),
     "nesting of lists": _schema('{"enum":' + "[" * 60_000 + "]" * 60_000 + "}"),
