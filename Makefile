@@ -20,7 +20,8 @@ MYPY_TARGETS := kvcache router cluster replicas
 
 # Two processes with one thread each: two threads of each would wait for each other at every barrier. Tests that share a module's
 # fixtures stay in one process. What starts Ray runs alone, afterwards.
-PARALLEL := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile
+SLOWEST := --durations=25 --durations-min=2
+PARALLEL := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile $(SLOWEST)
 GOLDEN := tests/integration/test_engine_golden.py
 
 # Made with the statistics of Mooncake's synthetic trace unless TRACE names a file.
@@ -43,7 +44,7 @@ stop:
 
 test: dev-environment
 	$(PARALLEL) tests/unit $(GOLDEN)
-	$(PY) -m pytest tests/integration --ignore=$(GOLDEN)
+	$(PY) -m pytest tests/integration --ignore=$(GOLDEN) $(SLOWEST)
 
 unit: dev-environment
 	$(PARALLEL) tests/unit
