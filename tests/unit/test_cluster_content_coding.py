@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
 import zlib
 
 import pytest
@@ -57,8 +58,13 @@ def test_bomb_is_cut_before_it_fills_the_memory(coding: str) -> None:
     """A thousand times its size: only what the limit allows is ever made of it."""
     body = (gzip.compress if coding == "gzip" else zlib.compress)(bytes(100 * 2**20))
     assert len(body) < 2**20 // 8
-    with pytest.raises(BodyTooLarge):
-        decoded(body, coding, 2**20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BodyTooLarge):
+            decoded(body, coding, 2**20)
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
