@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
-
-from replicas.process.openmp import limit_spinning
-
-limit_spinning(os.environ)  # here, for every module that imports torch comes later
 
 if TYPE_CHECKING:
     from replicas.grammar_spec import GrammarKind, GrammarSpec
