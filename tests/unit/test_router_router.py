@@ -194,66 +194,11 @@ def test_held_request_does_not_block_others_that_fit_elsewhere() -> None:
     assert replicas_of(router.step(2.0)) == ["r0"]
 
 
-def test_booking_counts_until_a_report_shows_it() -> None:
-    router = make_router()
-    router.apply_report(report(), 0.0)
-    router.submit(request("a", tokens=500), 0.0)
-    router.submit(request("b", tokens=500, num_choices=2), 0.0)
-    router.step(0.0)
-    assert (state_of(router)["num_booked_requests"], state_of(router)["num_booked_prefill_tokens"]) == (3, 1_000)
-    router.apply_report(report(num_running=2, num_steps=1), 0.1)
-    assert (state_of(router)["num_booked_requests"], state_of(router)["num_booked_prefill_tokens"]) == (1, 500)
-    router.apply_report(report(num_running=2, num_finished=1, num_steps=2), 0.2)
-    assert (state_of(router)["num_booked_requests"], state_of(router)["num_booked_prefill_tokens"]) == (0, 0)
-    router.apply_report(report(num_running=2, num_steps=1), 0.3)  # an old report, late
-    assert state_of(router)["num_booked_requests"] == 0
-
-
-def test_booking_that_no_report_shows_expires() -> None:
-    router = make_router(booking_expiry_s=5.0)
-    router.apply_report(report(), 0.0)
-    router.submit(request("lost"), 0.0)
-    router.step(0.0)
-    router.step(4.0)
-    assert state_of(router)["num_booked_requests"] == 1
-    router.step(6.0)
-    assert state_of(router)["num_booked_requests"] == 1, "without a report since then nothing is known"
-    router.apply_report(report(num_steps=1), 6.0)
-    router.step(6.6)
-    assert state_of(router)["num_booked_requests"] == 0
-
-
-def test_booking_that_nobody_releases_ends_with_its_lease() -> None:
-    router = make_router(lease_s=60.0)
-    router.apply_report(report(), 0.0)
-    router.submit(request("q"), 0.0)
-    router.step(0.0)
-    router.step(61.0)
-    model = router.describe(61.0)["m"]
-    assert isinstance(model, dict)
-    assert model["num_bookings"] == 0
-
-
 def test_view_of_a_replica_shows_what_its_drafts_gave() -> None:
     router = make_router()
     drafts = (DraftStats(method="suffix", num_passes=4, num_drafted=12, num_accepted=6), DraftStats(method="ngram"))
     router.apply_report(report(drafts=drafts, speculation_gain=1.25), 0.0)
     assert (state_of(router)["tokens_per_pass"], state_of(router)["speculation_gain"]) == ({"suffix": 2.5}, 1.25)
-
-
-def test_release_before_any_report_takes_the_load_away() -> None:
-    router = make_router()
-    router.apply_report(report(), 0.0)
-    router.submit(request("quick"), 0.0)
-    router.step(0.0)
-    router.release("quick", 0.01, 3)
-    assert state_of(router)["num_booked_requests"] == 0
-    router.submit(request("next"), 0.02)
-    router.step(0.02)
-    router.apply_report(report(num_finished=1, num_steps=3), 0.03)  # it shows the first, not the second
-    assert state_of(router)["num_booked_requests"] == 1
-    router.apply_report(report(num_finished=1, num_running=1, num_steps=4), 0.04)
-    assert state_of(router)["num_booked_requests"] == 0
 
 
 def test_cancel_waiting_request_gets_no_answer() -> None:
@@ -264,30 +209,6 @@ def test_cancel_waiting_request_gets_no_answer() -> None:
     router.apply_report(report(), 0.0)
     assert router.step(0.0) == []
     assert router.num_waiting == 0
-
-
-def test_cancel_dispatched_request_ends_its_booking() -> None:
-    router = make_router()
-    router.apply_report(report(), 0.0)
-    router.submit(request("q"), 0.0)
-    router.step(0.0)
-    router.cancel("q", 0.1)
-    assert state_of(router)["num_booked_requests"] == 0
-
-
-def test_remove_replica_and_new_epoch_drop_bookings_and_cache() -> None:
-    router = make_router()
-    keys = keys_of(7, length=10)
-    router.apply_report(report(keys=keys), 0.0)
-    router.submit(request("q", keys=keys), 0.0)
-    router.step(0.0)
-    router.apply_report(report(epoch=2), 1.0)
-    assert (state_of(router)["num_booked_requests"], state_of(router)["num_cached_blocks"]) == (0, 0)
-    assert not router.apply_report(report(epoch=1, keys=keys), 1.1).resync
-    assert state_of(router)["num_cached_blocks"] == 0
-    router.remove_replica("r0", 2.0)
-    router.submit(request("q2"), 2.0)
-    assert router.step(2.0) == []
 
 
 def test_resend_avoids_the_replica_that_failed_it() -> None:
